@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from surefoot.cli.main import main
 from surefoot.cli.table import cell
 from surefoot.log import configure
-from surefoot.terminal_text import one_line, visible
+from surefoot.terminal_text import in_bytes, one_line, visible
 
 HOSTILE = "q\x1b[2J\x1b]0;owned\x07\x9b2J\u202egnp\udc80"
 ACTING = {chr(n) for n in [*range(0x20), *range(0x7F, 0xA0)] if chr(n) != "\n"} | {
@@ -60,3 +60,20 @@ def test_a_log_line_too(capsys):
     assert r"q\u001b[2J" in (text := capsys.readouterr().err)
     assert not ACTING & set(text)
     assert str(cell("a\n" + HOSTILE)).startswith(r"a\nq\u001b")
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (None, ""),
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (999_600, "1 MB"),
+        (1_234_567, "1.23 MB"),
+        (5 * 10**9, "5 GB"),
+        (10**19, "1e+04 PB"),
+    ],
+)
+def test_sizes(count, text):
+    assert in_bytes(count) == text

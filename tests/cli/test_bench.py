@@ -3,12 +3,13 @@
 import json
 
 import pytest
-from click.testing import CliRunner
 
+import commands
 from project import Project
 from surefoot.cli import bench
-from surefoot.cli.main import main
 from surefoot.use.bench import PHASES
+
+_, ok, refused = commands.of("bench", "--steps", "1")
 
 
 @pytest.fixture(scope="module")
@@ -17,18 +18,13 @@ def project(tmp_path_factory):
     return Project(tmp_path_factory.mktemp("p") / "p", data={"packing": False}, train=size)
 
 
-def run(*args):
-    return CliRunner().invoke(main, ["bench", *map(str, args), "--steps", "1"])
-
-
 def test_the_descriptions_are_those_of_the_phases():
     assert tuple(bench.PHASES) == PHASES
 
 
 def test_the_recipe_alone_is_told_on_a_screen_and_one_process_of_several_is_said_to_be_one(project):
     several = ["parallel.num_processes=2", "train.global_batch_size=4"]
-    done = run(project.recipe, *several)
-    assert done.exit_code == 0, done.stderr
+    shown = ok(project.recipe, *several)
     for words in (
         "tokens/s",
         "of them trained",
@@ -36,17 +32,16 @@ def test_the_recipe_alone_is_told_on_a_screen_and_one_process_of_several_is_said
         "that a product of matrices",
         "AdamW",
     ):
-        assert words in done.stdout
+        assert words in shown
     for phase in PHASES:
-        assert f"\n{phase} " in done.stdout
-    assert "measured as one rank of 2: its 2 examples per step on the full model" in done.stdout
+        assert f"\n{phase} " in shown
+    assert "measured as one rank of 2: its 2 examples per step on the full model" in shown
     assert not project.run.exists()
 
 
 def test_all_figures_are_printed_as_json(project):
-    done = run(project.recipe, "optim.adamw.learning_rate=0.01", "--json")
-    assert done.exit_code == 0, done.stderr
-    found = json.loads(done.stdout)
+    shown = ok(project.recipe, "optim.adamw.learning_rate=0.01", "--json")
+    found = json.loads(shown)
     assert (found["steps"], found["num_processes"], found["examples_a_step"]) == (1, 1, 2)
     assert found["tokens_per_second"] > 0
     assert found["utilisation"] > 0
@@ -62,7 +57,4 @@ def test_all_figures_are_printed_as_json(project):
     ],
 )
 def test_a_mistake_is_told_without_a_traceback(project, args, words):
-    done = run(project.recipe, *args)
-    assert done.exit_code == 2
-    assert words in done.stderr
-    assert "Traceback" not in done.output
+    assert words in refused(project.recipe, *args)

@@ -3,14 +3,15 @@
 import json
 
 import pytest
-from click.testing import CliRunner
 
+import commands
 import surefoot
 from folders import save_data, save_model, save_recipe
 from project import Project, metrics
 from stage_data import written
-from surefoot.cli.main import main
 from surefoot.use.model_loading import open_start
+
+run, ok, refused = commands.of("eval")
 
 
 @pytest.fixture(scope="module")
@@ -22,19 +23,14 @@ def project(tmp_path_factory):
     return recipe
 
 
-def run(*args):
-    return CliRunner().invoke(main, ["eval", *map(str, args)])
-
-
 def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_the_newest_checkpoint_is_evaluated_on_what_was_held_out(project):
-    done = run(project)
-    assert done.exit_code == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "exact match 0.0 % (0/6)"
-    assert "checkpoint-4" in done.stdout
+    shown = ok(project)
+    assert shown.splitlines()[-1] == "exact match 0.0 % (0/6)"
+    assert "checkpoint-4" in shown
     found = lines(project.parent / "run" / "generations-checkpoint-4.jsonl")
     assert len(found) == 6
     assert found[0].keys() == {"origin", "prompt", "reference", "answer", "match"}
@@ -147,10 +143,7 @@ def test_plain_text_has_no_generations(tmp_path):
     ],
 )
 def test_mistakes_are_told_plainly(project, arguments, error):
-    done = run(project, *arguments)
-    assert done.exit_code == 2
-    assert error in done.stderr
-    assert "Traceback" not in done.stderr
+    assert error in refused(project, *arguments)
 
 
 def test_answers_that_cannot_be_written_are_an_error(project, tmp_path):

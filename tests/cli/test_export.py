@@ -5,19 +5,16 @@ import sys
 
 import pytest
 import torch
-from click.testing import CliRunner
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import commands
 import tiny_tokenizers
 from folders import CHATML, save_adapter, save_model
-from surefoot.cli.main import main
 from surefoot.use import open_model
 
+run, ok, refused = commands.of("export")
+
 IDS = torch.arange(60, 76)[None]
-
-
-def run(*args):
-    return CliRunner().invoke(main, ["export", *map(str, args)])
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +26,7 @@ def folder(tmp_path_factory):
 
 
 def test_an_adapter_becomes_a_model_of_its_own(folder, tmp_path):
-    done = run(folder / "adapter", tmp_path / "out")
-    assert (done.exit_code, done.stdout.splitlines()[0]) == (0, f"wrote {tmp_path / 'out'}")
+    assert ok(folder / "adapter", tmp_path / "out").splitlines()[0] == f"wrote {tmp_path / 'out'}"
     expected = open_model(folder / "adapter").model(IDS).logits
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()(IDS).logits
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
@@ -40,16 +36,14 @@ def test_an_adapter_becomes_a_model_of_its_own(folder, tmp_path):
 def test_a_file_of_llamafactory_alone_is_answered_with_the_command_to_type(tmp_path):
     file = tmp_path / "merge.yaml"
     file.write_text("model_name_or_path: base\nadapter_name_or_path: ad\nexport_dir: out\n")
-    done = run(file)
-    assert done.exit_code == 2 and "type: surefoot export ad out --base base" in done.stderr
+    assert "type: surefoot export ad out --base base" in refused(file)
     assert "Missing argument 'OUT'" in run(tmp_path).stderr
 
 
 @pytest.mark.parametrize("options", [(), ("--to", "compressed-tensors")])
 def test_a_folder_is_not_given_the_name_of_a_gguf_file(options, folder, tmp_path):
-    done = run(folder / "base", tmp_path / "x.gguf", *options)
-    assert done.exit_code == 2
-    assert "writes a folder; add --to gguf" in done.stderr
+    message = refused(folder / "base", tmp_path / "x.gguf", *options)
+    assert "writes a folder; add --to gguf" in message
     assert not (tmp_path / "x.gguf").exists()
 
 
@@ -68,26 +62,22 @@ def test_what_does_not_verify_is_deleted(folder, tmp_path):
     shutil.copytree(folder / "base", tmp_path / "sharp")
     model.save_pretrained(tmp_path / "sharp")
     (tmp_path / "new").mkdir()
-    done = run(tmp_path / "sharp", tmp_path / "new" / "out", "--dtype", "bfloat16")
-    assert (done.exit_code, "out is deleted; --no-verify writes it" in done.stderr) == (1, True)
+    message = refused(tmp_path / "sharp", tmp_path / "new" / "out", "--dtype", "bfloat16", code=1)
+    assert "out is deleted; --no-verify writes it" in message
     assert list((tmp_path / "new").iterdir()) == []
-    done = run(tmp_path / "sharp", tmp_path / "out", "--dtype", "bfloat16", "--no-verify")
-    assert done.exit_code == 0
+    ok(tmp_path / "sharp", tmp_path / "out", "--dtype", "bfloat16", "--no-verify")
     assert run("verify", tmp_path / "out").exit_code == 1
     assert (tmp_path / "out").is_dir()
 
 
 @pytest.mark.parametrize("size", ["5 elephants", "0", "-1GB"])
 def test_a_size_that_is_none_is_refused(folder, tmp_path, size):
-    done = run(folder / "base", tmp_path / "out", f"--max-shard-size={size}")
-    assert done.exit_code == 2
-    assert "such as 24GB or 500MiB" in done.stderr
+    message = refused(folder / "base", tmp_path / "out", f"--max-shard-size={size}")
+    assert "such as 24GB or 500MiB" in message
 
 
 def test_mistakes_are_told_plainly(folder, tmp_path):
-    done = run(folder / "base", folder / "adapter")
-    assert done.exit_code == 2
-    assert "nothing is overwritten" in done.stderr
+    assert "nothing is overwritten" in refused(folder / "base", folder / "adapter")
     done = run(tmp_path / "nowhere", tmp_path / "out")
     assert done.stderr.startswith("error: no folder")
 
@@ -108,15 +98,15 @@ def test_a_gguf_file_that_does_not_verify_is_deleted_with_its_companions(known, 
     shutil.copytree(known, tmp_path / "sharp")
     model.save_pretrained(tmp_path / "sharp")
     (tmp_path / "new").mkdir()
-    done = run(tmp_path / "sharp", tmp_path / "new" / "a.gguf", "--to", "gguf")
-    assert (done.exit_code, "a.gguf is deleted" in done.stderr) == (1, True), done.output
+    message = refused(tmp_path / "sharp", tmp_path / "new" / "a.gguf", "--to", "gguf", code=1)
+    assert "a.gguf is deleted" in message
     assert list((tmp_path / "new").iterdir()) == []
 
 
 @pytest.mark.filterwarnings("ignore:.*(Token|torch_dtype|deprecated).*")
 def test_a_gguf_file_has_a_modelfile_beside_it(known, tmp_path):
-    done = run(known, tmp_path / "out.gguf", "--to", "gguf", "--quantize", "q8_0")
-    assert (done.exit_code, done.stdout.splitlines()[0]) == (0, f"wrote {tmp_path / 'out.gguf'}")
+    shown = ok(known, tmp_path / "out.gguf", "--to", "gguf", "--quantize", "q8_0")
+    assert shown.splitlines()[0] == f"wrote {tmp_path / 'out.gguf'}"
     assert {path.name for path in tmp_path.iterdir()} == {
         "out.gguf",
         "out.Modelfile",
@@ -128,31 +118,24 @@ def test_a_gguf_file_has_a_modelfile_beside_it(known, tmp_path):
 
 
 def test_options_of_another_target_are_refused(known, tmp_path):
-    done = run(known, tmp_path / "a.gguf", "--to", "gguf", "--dtype", "float16")
     said = "--dtype cannot be used with --to gguf, which accepts --base, --quantize"
-    assert (done.exit_code, said in done.stderr) == (2, True)
-    done = run(known, tmp_path / "a", "--quantize", "q8_0")
-    assert (done.exit_code, "--quantize cannot be used with --to huggingface" in done.stderr) == (
-        2,
-        True,
-    )
-    done = run(known, tmp_path / "a", "--to", "compressed-tensors", "--quantize", "q8_0")
+    assert said in refused(known, tmp_path / "a.gguf", "--to", "gguf", "--dtype", "float16")
+    message = refused(known, tmp_path / "a", "--quantize", "q8_0")
+    assert "--quantize cannot be used with --to huggingface" in message
+    message = refused(known, tmp_path / "a", "--to", "compressed-tensors", "--quantize", "q8_0")
     said = "--quantize q8_0 is not written by --to compressed-tensors; expected one of fp8, w8a8"
-    assert (done.exit_code, said in done.stderr) == (2, True)
+    assert said in message
     assert not list(tmp_path.iterdir())
 
 
 def test_a_target_of_conversions_is_written_from_a_run_or_model_as_well(folder, tmp_path):
-    done = run(folder / "adapter", tmp_path / "out", "--to", "peft", "--dtype", "bfloat16")
-    assert done.exit_code == 0, done.stderr
+    shown = ok(folder / "adapter", tmp_path / "out", "--to", "peft", "--dtype", "bfloat16")
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
-    assert "verified" not in done.output
+    assert "verified" not in shown
 
 
 def test_a_missing_package_is_named_with_its_cure(known, tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.startswith("surefoot.plugins.gguf.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "gguf", None)
-    done = run(known, tmp_path / "a.gguf", "--to", "gguf")
-    assert done.exit_code == 2
-    assert "pip install 'surefoot[gguf]'" in done.stderr
+    assert "pip install 'surefoot[gguf]'" in refused(known, tmp_path / "a.gguf", "--to", "gguf")

@@ -4,13 +4,12 @@ import io
 import json
 
 import pytest
-from click.testing import CliRunner
 from rich.console import Console
 
+import commands
 from folders import save_data, save_recipe
 from project import Project
 from surefoot.cli.data import histogram, show
-from surefoot.cli.main import main
 from surefoot.use.data_check.figures import (
     DatasetFigures,
     PreviewExample,
@@ -18,6 +17,8 @@ from surefoot.use.data_check.figures import (
     TextSpan,
     num_limited,
 )
+
+run, ok, refused = commands.of("preview")
 
 LONG = "long " * 40
 
@@ -40,19 +41,12 @@ def recipe(tmp_path_factory):
     return path
 
 
-def run(*args):
-    return CliRunner().invoke(main, ["preview", *map(str, args)])
-
-
 def test_what_is_learnt_stands_between_marks(recipe):
-    done = run(recipe, "-n", 1)
-    assert done.exit_code == 0, done.stderr
-    assert (
-        "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n[[2<|im_end|>]]\n" in done.stdout
-    )
-    assert "── sums:0: 26 tokens, 2 trained" in done.stdout
-    assert "[[ ]]: trained; everything else is masked" in done.stdout
-    assert "── sums:1" not in done.stdout
+    shown = ok(recipe, "-n", 1)
+    assert "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n[[2<|im_end|>]]\n" in shown
+    assert "── sums:0: 26 tokens, 2 trained" in shown
+    assert "[[ ]]: trained; everything else is masked" in shown
+    assert "── sums:1" not in shown
 
 
 def test_what_is_cut_left_out_or_broken_is_said_with_the_reason(recipe):
@@ -88,9 +82,7 @@ def test_one_dataset_can_be_asked_for(recipe):
     out = run(recipe, "--dataset", "other").stdout
     assert "other:0" in out
     assert "sums:0" not in out
-    missing = run(recipe, "--dataset", "othr")
-    assert missing.exit_code == 2
-    assert "did you mean" in missing.stderr
+    assert "did you mean" in refused(recipe, "--dataset", "othr")
 
 
 def test_json_holds_all_of_it(recipe):
@@ -126,22 +118,17 @@ def test_the_page_needs_no_other_file_and_no_text_is_markup(tmp_path):
     rows = [{"instruction": "<script>alert(1)</script>", "output": "<b>no</b>"}]
     save_data(tmp_path / "data", rows=rows)
     page = tmp_path / "out" / "page.html"
-    done = run(path, "--html", page)
-    assert done.exit_code == 0, done.output
+    ok(path, "--html", page)
     text = page.read_text()
     assert text.startswith("<!doctype html>")
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
     assert "<mark>&lt;b&gt;no&lt;/b&gt;&lt;|im_end|&gt;" in text
     assert not any(word in text for word in ("<script", "http", "src="))
-    done = run(path, "--html", tmp_path)
-    assert (done.exit_code, "is a folder" in done.stderr) == (2, True)
+    assert "is a folder" in refused(path, "--html", tmp_path)
 
 
 def test_a_wrong_recipe_is_an_error_without_a_traceback(recipe):
-    done = run(recipe, "data.template=chatmll")
-    assert done.exit_code == 2
-    assert "did you mean chatml?" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert "did you mean chatml?" in refused(recipe, "data.template=chatmll")
 
 
 def test_on_a_terminal_what_is_learnt_is_green():

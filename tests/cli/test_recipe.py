@@ -1,11 +1,12 @@
 import json
 
 import pytest
-from click.testing import CliRunner
 
-from surefoot.cli.main import main
+import commands
 from surefoot.recipe.recipe import Recipe, load
 from surefoot.schema import json_schema
+
+run, ok, refused = commands.of("recipe")
 
 RECIPE = """\
 model: {path: m}
@@ -22,17 +23,12 @@ def path(tmp_path):
     return file
 
 
-def run(*args, **options):
-    return CliRunner().invoke(main, ["recipe", *map(str, args)], **options)
-
-
 def test_show_prints_a_recipe_with_every_setting_and_marks_defaults(path, tmp_path):
-    result = run("show", path)
-    assert result.exit_code == 0
-    assert "  max_steps: 5\n" in result.stdout
-    assert "  seed: 42  # default\n" in result.stdout
+    shown = ok("show", path)
+    assert "  max_steps: 5\n" in shown
+    assert "  seed: 42  # default\n" in shown
     again = tmp_path / "again.yaml"
-    again.write_text(result.stdout)
+    again.write_text(shown)
     assert load(again) == load(path)
 
 
@@ -52,17 +48,14 @@ def test_docs_explain_every_setting(path):
 
 def test_a_wrong_recipe_says_where(path):
     path.write_text(RECIPE.replace("max_steps", "max_stps"))
-    result = run("show", path)
-    assert result.exit_code == 2
-    assert result.stderr == (
+    message = refused("show", path)
+    assert message == (
         f"error: {path}:4:29 train.max_stps: unknown key (did you mean max_steps?)\n"
     )
 
 
 def test_schema_is_the_json_schema_of_recipes():
-    result = run("schema")
-    assert result.exit_code == 0
-    assert json.loads(result.stdout) == json_schema(Recipe)
+    assert json.loads(ok("schema")) == json_schema(Recipe)
 
 
 def test_convert_prints_a_recipe_and_names_what_it_did_not_look_at(tmp_path):

@@ -1,27 +1,8 @@
-"""Figures and times as people read them."""
+"""Times as people read them."""
 
 from datetime import UTC, datetime
 
-import pytest
-
 from surefoot.cli import table
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (None, ""),
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1 kB"),
-        (999_600, "1 MB"),
-        (1_234_567, "1.23 MB"),
-        (5 * 10**9, "5 GB"),
-        (10**19, "1e+04 PB"),
-    ],
-)
-def test_sizes(count, text):
-    assert table.in_bytes(count) == text
 
 
 def test_a_time_is_that_of_this_place_and_other_text_stays():

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import surefoot
+from commands import ok, refused
 from project import Project, checkpoints, metrics, model_folder
 from stage_data import REWARD
-from surefoot.cli.main import main
 from surefoot.data.example import Example, Message
 from surefoot.recipe.recipe import load
 from surefoot.run.assembly import build
@@ -27,12 +26,6 @@ from surefoot.use.estimate._rank_memory import initial_values_size
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = {"passes": 2, "max_new_tokens": 5}
-
-
-def run(*arguments, code=0):
-    found = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    assert found.exit_code == code, found.output
-    return found.output if code else found.stdout
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +62,7 @@ def test_a_reward_model_scores_responses_as_predict_scores_them(trained, reward_
     chat = {"messages": [{"role": role, "content": text} for role, text in said]}
     (tmp_path / "chats.jsonl").write_text(json.dumps(chat) + "\n")
     output = tmp_path / "scores.jsonl"
-    run("predict", reward_model.run, "--prompts", tmp_path / "chats.jsonl", "--output", output)
+    ok("predict", reward_model.run, "--prompts", tmp_path / "chats.jsonl", "--output", output)
     expected = json.loads(output.read_text())["reward"]
     trainer = build(resolved(load(trained.recipe, [f"train.output_dir={tmp_path / 'other'}"])))
     context, stage = trainer.evaluation.context((0, 0)), trainer.stage
@@ -90,8 +83,8 @@ def test_a_reward_model_scores_responses_as_predict_scores_them(trained, reward_
 
 
 def test_an_export_has_the_value_head_only_if_asked(trained, tmp_path):
-    run("export", trained.run, tmp_path / "plain")
-    run("export", trained.run, tmp_path / "valued", "--reward-head", "v_head")
+    ok("export", trained.run, tmp_path / "plain")
+    ok("export", trained.run, tmp_path / "valued", "--reward-head", "v_head")
     assert not (tmp_path / "plain" / "value_head.safetensors").exists()
     head = load_file(tmp_path / "valued" / "value_head.safetensors")
     assert head["v_head.summary.weight"].norm() > 0
@@ -102,7 +95,7 @@ def test_an_export_has_the_value_head_only_if_asked(trained, tmp_path):
 def test_eval_measures_rewards_also_of_the_base_which_has_no_values(trained):
     data = f"data.eval_datasets={json.dumps(['sums'])}"
     for model in ([], ["--model", "base"]):
-        found = json.loads(run("eval", trained.recipe, data, "--limit", 4, "--json", *model))
+        found = json.loads(ok("eval", trained.recipe, data, "--limit", 4, "--json", *model))
         assert {"reward", "kl", "value_loss"} <= found.keys()
         assert (found["kl"] == 0) == bool(model)
 
@@ -145,9 +138,9 @@ def test_wrong_input_is_one_sentence(trained, tmp_path):
     rewards["has no column 'absent'"] = [{"exact_match": {"column": "absent"}}]
     for expected, reward in rewards.items():
         change = f"stage.ppo.reward={json.dumps(reward)}"
-        told = run("train", trained.recipe, folder, change, code=2)
+        told = refused("train", trained.recipe, folder, change)
         assert expected in told.splitlines()[-1]
-    told = run("train", trained.recipe, folder, f"stage.ppo.reference={other}", code=2)
+    told = refused("train", trained.recipe, folder, f"stage.ppo.reference={other}")
     assert "has a different tokenizer" in told
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 
@@ -158,9 +151,9 @@ def test_the_demos_model_learns_a_rule_that_it_was_never_shown(tmp_path, monkeyp
     folder = tmp_path / "examples"
     shutil.copytree(EXAMPLES, folder, ignore=shutil.ignore_patterns("runs", "cluster"))
     monkeypatch.chdir(folder)
-    run("train", "quickstart.yaml")
-    before = json.loads(run("eval", "ppo.yaml", "--model", "base", "--json"))
-    run("train", "ppo.yaml")
-    after = json.loads(run("eval", "ppo.yaml", "--json"))
+    ok("train", "quickstart.yaml")
+    before = json.loads(ok("eval", "ppo.yaml", "--model", "base", "--json"))
+    ok("train", "ppo.yaml")
+    after = json.loads(ok("eval", "ppo.yaml", "--json"))
     assert before["reward"] < 0.3
     assert after["reward"] > 0.9

@@ -4,22 +4,15 @@ import json
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import surefoot
+from commands import ok, refused
 from project import Project
-from surefoot.cli.main import main
 from surefoot.use.exporting.receipt import identity_of
 
 METHODS = {"full": "full", "lora": {"lora": {"rank": 2}}}
-
-
-def run(*arguments, code=0):
-    found = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    assert found.exit_code == code, found.output
-    return found.output if code else found.stdout
 
 
 @pytest.fixture(scope="module", params=[pytest.param("full", marks=pytest.mark.proof), "lora"])
@@ -36,7 +29,7 @@ def trained(request, tmp_path_factory):
     )
     surefoot.train(made.recipe)
     pairs, scores = folder / "data" / "pairs.jsonl", folder / "scores.jsonl"
-    told = run("predict", made.run, "--prompts", pairs, "--output", scores)
+    told = ok("predict", made.run, "--prompts", pairs, "--output", scores)
     assert "rewards of 48 responses" in told
     return made, pairs, [json.loads(line) for line in scores.read_text().splitlines()]
 
@@ -54,7 +47,7 @@ def texts(rows, tokenizer):
 
 def test_what_is_exported_gives_the_same_rewards_in_transformers(trained, tmp_path):
     made, _, rows = trained
-    run("export", made.run, tmp_path / "out")
+    ok("export", made.run, tmp_path / "out")
     model, told = AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "out", output_loading_info=True
     )
@@ -75,7 +68,7 @@ def encoded(texts, tokenizer):
 
 def test_a_value_head_lies_beside_a_language_model_as_llamafactory_has_it(trained, tmp_path):
     made, _, _ = trained
-    run("export", made.run, tmp_path / "out", "--reward-head", "v_head")
+    ok("export", made.run, tmp_path / "out", "--reward-head", "v_head")
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     head = load_file(tmp_path / "out" / "value_head.safetensors")
     own = load_file(tmp_path / "out" / "model.safetensors")
@@ -91,7 +84,7 @@ def test_a_value_head_lies_beside_a_language_model_as_llamafactory_has_it(traine
 def test_rewards_of_what_is_exported_are_verified(trained, head, tmp_path):
     made, _, _ = trained
     out = tmp_path / "out"
-    told = run("export", made.run, out, "--reward-head", head)
+    told = ok("export", made.run, out, "--reward-head", head)
     assert "verified: the rewards of 12 fixed conversations" in told
     receipt = json.loads((out / "receipt.json").read_text())
     assert receipt["verified"]["passed"]
@@ -104,12 +97,12 @@ def test_rewards_of_what_is_exported_are_verified(trained, head, tmp_path):
     save_file(wrong, path, metadata={"format": "pt"})
     receipt["files"][path.name] = {"size": path.stat().st_size, "hash": identity_of(path).hash}
     (out / "receipt.json").write_text(json.dumps(receipt))
-    assert "does not compute what its checkpoint does" in run("export", "verify", out, code=1)
+    assert "does not compute what its checkpoint does" in refused("export", "verify", out, code=1)
 
 
 def test_eval_says_how_many_pairs_are_in_order_and_no_answers_are_written(trained):
     made, _, _ = trained
-    found = json.loads(run("eval", made.recipe, "--json"))
+    found = json.loads(ok("eval", made.recipe, "--json"))
     assert 0 <= found["rewards/accuracies"] <= 1
     assert "answers" not in found
     last = json.loads((made.run / "all_results.json").read_text())
@@ -122,26 +115,26 @@ def test_conversations_are_scored_and_a_row_without_a_response_is_named(trained,
     user = {"role": "user", "content": rows[0]["instruction"]}
     answer = {"role": "assistant", "content": rows[0]["chosen"]}
     chats.write_text(json.dumps({"messages": [user, answer], "id": 7}) + "\n")
-    run("predict", made.run, "--prompts", chats, "--output", output)
+    ok("predict", made.run, "--prompts", chats, "--output", output)
     found = json.loads(output.read_text())
     assert found["id"] == 7
     assert found["reward"] == pytest.approx(rows[0]["reward_chosen"], rel=1e-4, abs=1e-5)
     chats.write_text(json.dumps({"messages": [user]}) + "\n")
-    told = run("predict", made.run, "--prompts", chats, "--output", output, "--force", code=2)
+    told = refused("predict", made.run, "--prompts", chats, "--output", output, "--force")
     assert "row 0" in told and "no response" in told
     assert json.loads(output.read_text()) == found
 
 
 def test_it_does_not_talk(trained):
     made, _, _ = trained
-    told = run("chat", made.run, "--prompt", "Hi", code=2)
+    told = refused("chat", made.run, "--prompt", "Hi")
     assert "a reward model scores responses" in told
 
 
 @pytest.mark.parametrize("head", ["score", "v_head"])
 def test_a_reward_model_of_other_tools_is_trained_further_and_scores_alone(trained, head, tmp_path):
     made, pairs, rows = trained
-    run("export", made.run, tmp_path / "out", "--reward-head", head)
+    ok("export", made.run, tmp_path / "out", "--reward-head", head)
     more = Project(
         tmp_path / "more",
         stage="rm",
@@ -151,9 +144,9 @@ def test_a_reward_model_of_other_tools_is_trained_further_and_scores_alone(train
         optim={"adamw": {"learning_rate": 1e-9}},
     )
     surefoot.train(more.recipe, **{"model.path": str(tmp_path / "out")})
-    run("predict", more.run, "--prompts", pairs, "--output", tmp_path / "again.jsonl")
+    ok("predict", more.run, "--prompts", pairs, "--output", tmp_path / "again.jsonl")
     if head == "score":
-        run("predict", tmp_path / "out", "--prompts", pairs, "--output", tmp_path / "alone.jsonl")
+        ok("predict", tmp_path / "out", "--prompts", pairs, "--output", tmp_path / "alone.jsonl")
     for found in tmp_path.glob("*.jsonl"):
         again = [json.loads(line) for line in found.read_text().splitlines()]
         for kind in ("reward_chosen", "reward_rejected"):
@@ -163,21 +156,21 @@ def test_a_reward_model_of_other_tools_is_trained_further_and_scores_alone(train
 
 def test_a_reward_model_of_transformers_has_nothing_to_say(trained, tmp_path):
     made, _, _ = trained
-    run("export", made.run, tmp_path / "out")
-    told = run("chat", tmp_path / "out", "--prompt", "Hi", code=2)
+    ok("export", made.run, tmp_path / "out")
+    told = refused("chat", tmp_path / "out", "--prompt", "Hi")
     assert "a reward model scores responses" in told
     changes = (
         "stage=sft",
         f"model.path={tmp_path / 'out'}",
         f"train.output_dir={tmp_path / 'run'}",
     )
-    told = run("train", made.recipe, "data.datasets=[sums]", *changes, code=2)
+    told = refused("train", made.recipe, "data.datasets=[sums]", *changes)
     assert "no output head for tokens" in told
     pairs = ("stage=dpo", f"stage.dpo.reference={tmp_path / 'out'}")
-    told = run("train", made.recipe, *pairs, f"train.output_dir={tmp_path / 'run'}", code=2)
+    told = refused("train", made.recipe, *pairs, f"train.output_dir={tmp_path / 'run'}")
     assert "no output head for tokens" in told
     sums = ("stage=sft", "data.datasets=[sums]")
-    told = run("eval", made.recipe, *sums, "--model", tmp_path / "out", code=2)
+    told = refused("eval", made.recipe, *sums, "--model", tmp_path / "out")
     assert "a reward model scores responses" in told
 
 
@@ -194,7 +187,7 @@ def test_it_rewards_the_rollouts_of_another_run(trained, tmp_path):
     )
     surefoot.train(ours.recipe)
     rows = [json.loads(line) for line in (ours.run / "rollouts-1.jsonl").read_text().splitlines()]
-    run("export", made.run, tmp_path / "out")
+    ok("export", made.run, tmp_path / "out")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
     rewards = [row["rewards"]["reward_model"] for row in rows]
     assert len(set(rewards)) > 3
@@ -202,8 +195,8 @@ def test_it_rewards_the_rollouts_of_another_run(trained, tmp_path):
         for row, reward in zip(rows, rewards, strict=True):
             ids = [*row["prompt_ids"], *(token["id"] for token in row["tokens"])]
             assert float(model(torch.tensor([ids])).logits) == pytest.approx(reward, abs=1e-4)
-    assert "reward" in json.loads(run("eval", ours.recipe, "--limit", 2, "--json"))
-    found = json.loads(run("reward", "check", ours.recipe, "--samples", 2, "--json"))
+    assert "reward" in json.loads(ok("eval", ours.recipe, "--limit", 2, "--json"))
+    found = json.loads(ok("reward", "check", ours.recipe, "--samples", 2, "--json"))
     assert found["rewards"][0]["name"] == "reward_model"
     assert len({one["reward"] for one in found["responses"]}) > 1
 
@@ -216,4 +209,4 @@ def test_a_model_without_a_head_gives_no_rewards(trained, tmp_path):
         stage={"grpo": {"reward": {"reward_model": {"path": str(model)}}, "max_new_tokens": 6}},
         model={"path": str(model)},
     )
-    assert "not a reward model; train one with stage: rm" in run("train", ours.recipe, code=2)
+    assert "not a reward model; train one with stage: rm" in refused("train", ours.recipe)

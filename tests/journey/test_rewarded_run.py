@@ -4,12 +4,11 @@ import json
 import math
 
 import pytest
-from click.testing import CliRunner
 
 import surefoot
+from commands import ok, refused
 from project import Project, metrics
 from stage_data import REWARD
-from surefoot.cli.main import main
 
 STAGE = {
     "reward": [f"{REWARD}:varied", {"length": {"soft_limit": 2, "hard_limit": 6, "weight": 0.5}}],
@@ -18,12 +17,6 @@ STAGE = {
     "beta": 0.1,
     "sampling_batch_size": 4,
 }
-
-
-def run(*arguments, code=0):
-    found = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    assert found.exit_code == code, found.output
-    return found.output if code else found.stdout
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +52,7 @@ def test_the_first_prompts_of_an_evaluation_are_kept_and_shown(made):
         "rollouts-2.jsonl",
         "rollouts-4.jsonl",
     ]
-    rows = [json.loads(line) for line in run("rollouts", made.run, "--json").splitlines()]
+    rows = [json.loads(line) for line in ok("rollouts", made.run, "--json").splitlines()]
     assert len({row["origin"] for row in rows}) == 4
     assert len(rows) == 4 * 3
     for row in rows:
@@ -69,42 +62,42 @@ def test_the_first_prompts_of_an_evaluation_are_kept_and_shown(made):
             assert token["sampled"] == pytest.approx(token["trained"], abs=1e-4)
     group = [row["advantage"] for row in rows if row["origin"] == rows[0]["origin"]]
     assert math.fsum(group) == pytest.approx(0, abs=1e-9)
-    told = run("rollouts", made.run, "--step", 2, "-n", 2)
+    told = ok("rollouts", made.run, "--step", 2, "-n", 2)
     assert "step 2: 12 rollouts, 2 shown" in told
     assert "advantage" in told
-    assert "steps 2, 4" in run("rollouts", made.run, "--step", 3, code=2)
-    assert "has no rollouts-STEP.jsonl" in run("rollouts", made.folder, code=2)
+    assert "steps 2, 4" in refused("rollouts", made.run, "--step", 3)
+    assert "has no rollouts-STEP.jsonl" in refused("rollouts", made.folder)
 
 
 def test_a_run_can_be_evaluated_with_its_reference(made):
-    found = json.loads(run("eval", made.recipe, "--limit", 2, "--json"))
+    found = json.loads(ok("eval", made.recipe, "--limit", 2, "--json"))
     assert {"reward", "kl"} <= found.keys()
 
 
 def test_rewards_are_tried_before_a_run(made):
-    found = json.loads(run("reward", "check", made.recipe, "--samples", 2, "--json"))
+    found = json.loads(ok("reward", "check", made.recipe, "--samples", 2, "--json"))
     assert [one["name"] for one in found["rewards"]] == ["varied", "length"]
     assert all(one["num_changed"] == one["num_missing"] == 0 for one in found["rewards"])
     assert found["num_groups"] == 2
     assert len(found["responses"]) == 6
-    told = run(
+    told = ok(
         "reward", "check", made.recipe, f"stage.grpo.reward={REWARD}:restless", "--samples", 2
     )
     assert "restless: from" in told
     assert "NOT deterministic: 6 changed" in told
-    told = run("reward", "check", made.recipe, f"stage.grpo.reward={REWARD}:flat", "--samples", 2)
+    told = ok("reward", "check", made.recipe, f"stage.grpo.reward={REWARD}:flat", "--samples", 2)
     assert "2 groups, 2 with equal rewards" in told
-    told = run("reward", "check", made.recipe, "stage=sft", code=2)
+    told = refused("reward", "check", made.recipe, "stage=sft")
     assert "nothing is sampled and rewarded" in told
 
 
 def test_a_reward_that_fails_stops_a_run_before_a_step_and_names_it(made, tmp_path):
     other = [f"train.output_dir={tmp_path / 'run'}", f"stage.grpo.reward={REWARD}:short"]
-    told = run("train", made.recipe, *other, code=2)
+    told = refused("train", made.recipe, *other)
     assert "stage_rewards.py:short: gave 1 reward" in told
-    told = run("train", made.recipe, other[0], "stage.grpo.reward=nowhere.py:f", code=2)
+    told = refused("train", made.recipe, other[0], "stage.grpo.reward=nowhere.py:f")
     assert "there is no Python file" in told
-    told = run(
-        "train", made.recipe, other[0], "stage.grpo.reward=[{exact_match: {column: gold}}]", code=2
+    told = refused(
+        "train", made.recipe, other[0], "stage.grpo.reward=[{exact_match: {column: gold}}]"
     )
     assert "the dataset has no column 'gold' (its columns: instruction, output)" in told

@@ -6,13 +6,12 @@ import shutil
 import pytest
 import torch
 import transformers
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+import commands
 import tiny_tokenizers
 from folders import CHATML, save_adapter, save_model
-from surefoot.cli.main import main
 from surefoot.data.text.collation import with_chosen
 from surefoot.errors import ModelError
 from surefoot.plugins.gguf.targets import GGUF
@@ -21,6 +20,8 @@ from surefoot.use import export
 from surefoot.use.exporting import verification
 from surefoot.use.exporting.receipt import NAME, Artefact, identity_of, read_receipt
 from surefoot.use.exporting.verification import Cost, compare_texts, logps_of, verify_export
+
+run, ok, refused = commands.of("export")
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(Token|torch_dtype|deprecated).*")
 
@@ -43,10 +44,6 @@ def copied(made, tmp_path):
     return tmp_path / "out"
 
 
-def run(*args):
-    return CliRunner().invoke(main, ["export", *map(str, args)])
-
-
 def test_the_receipt_names_checkpoint_base_and_files(made):
     receipt = json.loads((made / "out" / NAME).read_text())
     origin = receipt["made_from"]
@@ -61,8 +58,7 @@ def test_the_receipt_names_checkpoint_base_and_files(made):
 
 
 def test_an_unchanged_export_passes_and_the_receipt_has_its_figures(copied):
-    done = run("verify", copied)
-    assert (done.exit_code, done.stdout[:9]) == (0, "verified:"), done.output
+    assert ok("verify", copied)[:9] == "verified:"
     figures = json.loads((copied / NAME).read_text())["verified"]
     assert figures["readers"] == [f"transformers {transformers.__version__}"]
     assert figures["passed"]
@@ -95,9 +91,8 @@ def test_a_changed_or_missing_file_is_named(copied):
     data[-50] ^= 1
     (copied / "model.safetensors").write_bytes(data)
     (copied / "tokenizer.json").unlink()
-    done = run("verify", copied)
-    assert done.exit_code == 2
-    said = " ".join(done.stderr.split())
+    message = refused("verify", copied)
+    said = " ".join(message.split())
     assert "model.safetensors has changed since it was exported" in said
     assert "tokenizer.json is missing" in said
 
@@ -111,8 +106,7 @@ def test_weights_that_compute_something_else_are_refused(copied):
     content = json.loads((copied / NAME).read_text())
     content["files"][path.name] = {"size": path.stat().st_size, "hash": identity_of(path).hash}
     (copied / NAME).write_text(json.dumps(content))
-    done = run("verify", copied)
-    assert (done.exit_code, "does not compute what its checkpoint does" in done.stderr) == (1, True)
+    assert "does not compute what its checkpoint does" in refused("verify", copied, code=1)
     assert json.loads((copied / NAME).read_text())["verified"]["passed"] is False
 
 

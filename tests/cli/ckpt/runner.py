@@ -1,14 +1,10 @@
-"""Commands as a user types them."""
+"""``surefoot ckpt`` as a user types it."""
 
 import re
 
-from click.testing import CliRunner
+import commands
 
-from surefoot.cli.main import main
-
-
-def run(*args, answer=None):
-    return CliRunner().invoke(main, ["ckpt", *map(str, args)], input=answer)
+run, ok, refused = commands.of("ckpt")
 
 
 def damage(folder, name="model.safetensors"):

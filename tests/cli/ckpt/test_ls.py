@@ -7,15 +7,14 @@ import sys
 
 from surefoot.checkpoint.disk.commit import temporary_folder
 
-from .runner import damage, on_screen, run
+from .runner import damage, ok, on_screen, refused, run
 
 
 def test_ls_shows_a_line_a_checkpoint(folder):
     (folder.parent / "checkpoint-2000").mkdir()
     (folder.parent / ".checkpoint-3.0a.part").mkdir()
-    result = run("ls", folder.parent)
-    assert result.exit_code == 0
-    lines = result.output.splitlines()
+    shown = ok("ls", folder.parent)
+    lines = shown.splitlines()
     head = "checkpoint step saved size kind loss eval loss parent state"
     assert lines[0].split() == head.split()
     assert lines[1].split()[:2] == ["checkpoint-5", "5"]
@@ -24,7 +23,7 @@ def test_ls_shows_a_line_a_checkpoint(folder):
     assert lines[2].split()[-4:] == ["0.0025", "100", "5", "latest"]
     assert lines[3].split() == ["checkpoint-2000", "2,000", "damaged"]
     assert lines[4].split() == [".checkpoint-3.0a.part", "leftover"]
-    assert "✗ checkpoint-2000: this checkpoint was never committed" in result.output
+    assert "✗ checkpoint-2000: this checkpoint was never committed" in shown
 
 
 def test_ls_shows_a_save_in_progress(tmp_path):
@@ -45,8 +44,7 @@ def test_ls_of_nothing(tmp_path):
 
 
 def test_ls_of_a_folder_that_is_not_there_is_a_users_mistake(tmp_path):
-    result = run("ls", tmp_path / "none")
-    assert result.exit_code == 2 and "does not exist" in result.output
+    assert "does not exist" in refused("ls", tmp_path / "none")
 
 
 def test_ls_needs_no_torch(folder):
@@ -85,13 +83,12 @@ def test_ls_lists_the_trainers_checkpoints_too(theirs):
 
 
 def test_ls_verify_says_what_is_whole_and_fails_if_one_is_not(folder, theirs):
-    result = run("ls", folder.parent, "--verify")
-    assert result.exit_code == 0 and result.output.count("verified") == 2
+    assert ok("ls", folder.parent, "--verify").count("verified") == 2
     damage(folder)
     assert run("ls", folder.parent).exit_code == 0
-    result = run("ls", folder.parent, "--verify")
-    assert result.exit_code == 1 and result.output.count("verified") == 1
-    assert "✗ checkpoint-1000: model.safetensors: " in result.output
+    shown = ok("ls", folder.parent, "--verify", code=1)
+    assert shown.count("verified") == 1
+    assert "✗ checkpoint-1000: model.safetensors: " in shown
     assert "no hashes" in run("ls", theirs.parent, "--verify").output
     (folder / "state.json").unlink()
     rows = json.loads(run("ls", folder.parent, "--verify", "--json").output)

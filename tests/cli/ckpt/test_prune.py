@@ -13,7 +13,7 @@ from surefoot.recipe.files import RUN_RECIPE
 from surefoot.recipe.recipe import read
 from surefoot.storage.folder_lock import NAME as LOCK
 
-from .runner import run
+from .runner import ok, refused, run
 
 LOSSES = {1: 0.9, 2: 0.2, 3: 0.7, 4: 0.3, 5: 0.8}
 
@@ -36,11 +36,10 @@ def left(root):
 
 
 def test_the_runs_own_rule_is_followed(root):
-    result = run("prune", root, "--yes")
-    assert result.exit_code == 0, result.output
+    shown = ok("prune", root, "--yes")
     assert left(root) == [2, 4, 5]
-    assert "2 checkpoints of 5 can be deleted" in result.output
-    assert "✓ deleted 2 checkpoints" in result.output
+    assert "2 checkpoints of 5 can be deleted" in shown
+    assert "✓ deleted 2 checkpoints" in shown
     assert not list(root.glob(".checkpoint*"))
     assert "nothing to delete" in run("prune", root, "--yes").output
 
@@ -100,10 +99,10 @@ def test_of_a_link_only_the_link_goes(root, tmp_path):
 
 
 def test_it_asks_first(root):
-    assert run("prune", root, answer="n\n").exit_code == 1
+    assert run("prune", root, stdin="n\n").exit_code == 1
     assert left(root) == [1, 2, 3, 4, 5]
     assert run("prune", root).exit_code == 1  # nobody there to answer
-    result = run("prune", root, answer="y\n")
+    result = run("prune", root, stdin="y\n")
     assert result.exit_code == 0 and "Remove 2 checkpoints? [y/N]" in result.stderr
     assert left(root) == [2, 4, 5]
 
@@ -115,8 +114,7 @@ def test_json_is_the_only_output(root):
 
 def test_it_is_refused_while_a_save_is_being_written(root):
     with temporary_folder(root / "checkpoint-6"):
-        result = run("prune", root, "--yes")
-        assert result.exit_code == 2 and "is still being saved" in result.output
+        assert "is still being saved" in refused("prune", root, "--yes")
         assert left(root) == [1, 2, 3, 4, 5]
     assert run("prune", root, "--yes").exit_code == 0
 
@@ -138,8 +136,7 @@ def test_it_is_refused_while_a_process_trains_there(root):
     with opened(recipe):
         for path in moved:
             path.rename(root / path.name)
-        result = run("prune", root, "--keep", 1, "--yes")
-        assert result.exit_code == 2 and "a process is training there" in result.output
+        assert "a process is training there" in refused("prune", root, "--keep", 1, "--yes")
         assert left(root) == [1, 2, 3, 4, 5]
         assert run("prune", root, "--keep", 1, "--dry-run").exit_code == 0
     assert run("prune", root, "--keep", 1, "--yes").exit_code == 0
@@ -186,8 +183,7 @@ def test_mistakes_are_told_and_remove_nothing(root, recipe, options, words):
     (root / RUN_RECIPE).unlink()
     if recipe is not None:
         (root / RUN_RECIPE).write_text(recipe)
-    result = run("prune", root, "--yes", *options)
-    assert result.exit_code == 2 and words in result.output
+    assert words in refused("prune", root, "--yes", *options)
     assert left(root) == [1, 2, 3, 4, 5]
 
 
@@ -198,16 +194,15 @@ def test_without_keep_all_stay(root):
 
 
 def test_folders_of_others_are_left_alone(theirs, tmp_path):
-    result = run("prune", theirs.parent, "--keep", 1, "--yes")
-    assert result.exit_code == 2 and "no complete Surefoot checkpoint" in result.output
+    message = refused("prune", theirs.parent, "--keep", 1, "--yes")
+    assert "no complete Surefoot checkpoint" in message
     assert run("prune", tmp_path, "--keep", 1).exit_code == 2
 
 
 def test_a_checkpoint_is_no_run(root, monkeypatch):
     for folder in (root / "checkpoint-5", "."):
         monkeypatch.chdir(root / "checkpoint-5")
-        result = run("prune", folder, "--keep", 1, "--yes")
-        assert result.exit_code == 2 and "name the folder of its run" in result.output
+        assert "name the folder of its run" in refused("prune", folder, "--keep", 1, "--yes")
     assert not (root / "checkpoint-5" / LOCK).exists()
 
 
@@ -219,5 +214,4 @@ def test_the_newest_is_the_newest_by_name(root):
 
 def test_a_folder_that_cannot_be_locked_is_an_error(root):
     (root / LOCK).mkdir()
-    result = run("prune", root, "--yes")
-    assert result.exit_code == 2 and "cannot lock the run's folder" in result.output
+    assert "cannot lock the run's folder" in refused("prune", root, "--yes")

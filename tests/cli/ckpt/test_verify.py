@@ -2,7 +2,7 @@
 
 import json
 
-from .runner import damage, run
+from .runner import damage, ok, run
 
 
 def test_verify_of_a_whole_checkpoint(folder):
@@ -10,17 +10,14 @@ def test_verify_of_a_whole_checkpoint(folder):
         ("--full", "every byte checked"),
         ("--quick", "lengths, headers and small files checked"),
     ):
-        result = run("verify", folder, option)
-        assert result.exit_code == 0
-        assert f"✓ {folder}: verified ({words}" in result.output
+        assert f"✓ {folder}: verified ({words}" in ok("verify", folder, option)
     assert "every byte checked" in run("verify", folder).output
 
 
 def test_verify_of_a_damaged_one_fails(folder):
     damage(folder)
-    result = run("verify", folder)
-    assert result.exit_code == 1
-    assert "✗" in result.output and "has changed since it was saved" in result.output
+    shown = ok("verify", folder, code=1)
+    assert "✗" in shown and "has changed since it was saved" in shown
     assert run("verify", folder, "--quick").exit_code == 0
 
 
@@ -29,8 +26,7 @@ def test_verify_as_json(folder):
     found = json.loads(run("verify", folder, "--json").output)
     assert found["ok"] and found["problems"] == [] and len(found["notes"]) == 1
     damage(folder)
-    result = run("verify", folder, "--json")
-    assert result.exit_code == 1 and not json.loads(result.output)["ok"]
+    assert not json.loads(ok("verify", folder, "--json", code=1))["ok"]
 
 
 def test_verify_of_what_is_no_checkpoint_is_a_users_mistake(tmp_path):
@@ -39,12 +35,9 @@ def test_verify_of_what_is_no_checkpoint_is_a_users_mistake(tmp_path):
 
 
 def test_verify_of_a_model_of_others_says_what_was_checked(shared):
-    result = run("verify", shared / "models" / "stories260k")
-    assert (
-        result.exit_code == 0
-        and "structure checked" in result.output
-        and "no hashes" in result.output
-    )
+    shown = ok("verify", shared / "models" / "stories260k")
+    assert "structure checked" in shown
+    assert "no hashes" in shown
 
 
 def test_verify_prints_no_empty_line(folder):
