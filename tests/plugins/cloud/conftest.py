@@ -1,4 +1,4 @@
-"""One S3 server for all tests of a process, a bucket for each, and a proxy that can fail."""
+"""One S3 server for all tests of a process, and a bucket for each."""
 
 import subprocess
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ import pytest
 import warm
 from surefoot.storage import child
 
-from .stores import Bucket, Proxy, moto, point_at
+from . import stores
 
 
 @pytest.fixture(autouse=True)
@@ -25,31 +25,28 @@ def _at_once(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def server():
-    with moto() as port:
-        yield port
-
-
-@pytest.fixture
-def bucket(server, monkeypatch):
-    point_at(monkeypatch, server)
-    _forget_connections()
-    return Bucket(server)
-
-
-@pytest.fixture
-def proxy(server, monkeypatch):
-    made = Proxy(server)
-    point_at(monkeypatch, made.port)
-    _forget_connections()
+def running():
+    for name in ("moto", "s3fs", "flask"):
+        pytest.importorskip(name)
+    made = stores.Server()
     yield made
     made.close()
 
 
 @pytest.fixture
-def weak(proxy, server):
-    """A bucket behind the proxy; seen from here it never fails."""
-    return Bucket(server)
+def server(running, monkeypatch):
+    """The S3 of this process and those it starts; ``rule`` lets it fail."""
+    running.is_well()
+    stores.point_at(monkeypatch, running.port)
+    # fsspec keeps file systems, with what they have listed
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    return running
+
+
+@pytest.fixture
+def bucket(server):
+    """One of its own for a test, which never fails when it is looked at from here."""
+    return stores.Bucket(server.port)
 
 
 @pytest.fixture
@@ -61,9 +58,3 @@ def memory():
     yield files
     files.store.clear()
     files.pseudo_dirs[:] = [""]
-
-
-def _forget_connections():
-    """File systems are kept by fsspec, with the address of the server of an earlier test."""
-    for name in ("s3",):
-        fsspec.get_filesystem_class(name).clear_instance_cache()

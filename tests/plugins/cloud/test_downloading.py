@@ -37,6 +37,14 @@ def test_what_was_uploaded_comes_back(store, tmp_path):
         download(store, "checkpoint-3", tmp_path / "to")
 
 
+def test_another_checkpoint_of_its_name_is_never_overwritten(store, tmp_path):
+    before = store.read("checkpoint-3/manifest.json")
+    other = save(tmp_path / "other", 3, sample_states(5), layout="distributed")
+    with pytest.raises(CheckpointError, match=r"another checkpoint of this name exists there"):
+        upload(store, other)
+    assert store.read("checkpoint-3/manifest.json") == before
+
+
 def test_large_files_come_in_ranges(store, tmp_path, monkeypatch):
     monkeypatch.setattr("surefoot.plugins.cloud.checkpoints._RANGE", 100)
     download(store, "checkpoint-3", tmp_path / "to")

@@ -149,12 +149,12 @@ def test_a_later_checkpoint_replaces_an_earlier_one_but_no_edits(project, hub):
     assert files(hub)["adapter_config.json"] == b"{}"
 
 
-@pytest.mark.parametrize("marker", [b"[]", b'{"format": "surefoot-upload"}', b'{"files": 1}', b"{"])
-def test_a_marker_of_something_else_is_no_upload_of_a_run(project, hub, marker):
+def test_a_marker_of_something_else_is_no_upload_of_a_run(project, hub):
     push(project / "run", target())
-    files(hub)["surefoot.json"] = marker
-    with pytest.raises(ModelError, match="holds something else"):
-        push(project / "run", target())
+    for marker in (b"[]", b'{"format": "surefoot-upload"}', b'{"files": 1}', b"{"):
+        files(hub)["surefoot.json"] = marker
+        with pytest.raises(ModelError, match="holds something else"):
+            push(project / "run", target())
 
 
 def test_a_dry_run_changes_nothing(project, hub):
@@ -239,39 +239,35 @@ def test_damaged_weights_and_wrong_names_are_refused(project, hub, tmp_path):
         push(tmp_path / "nothing", target())
 
 
-class _Hub:
-    """What a process needs to reach the test server."""
-
-    def __init__(self, url, monkeypatch):
-        for name in OFFLINE:
-            monkeypatch.delenv(name, raising=False)
+@pytest.fixture
+def own_hub(monkeypatch):
+    """One that a process of its own reaches, and which wants a token."""
+    for name in OFFLINE:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    monkeypatch.setenv("HF_TOKEN", "secret-of-hugging-face")
+    with serving() as (hub, url):
         monkeypatch.setenv("HF_ENDPOINT", url)
-        monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
-        monkeypatch.setenv("HF_TOKEN", "secret-of-hugging-face")
+        hub.needs_token = True
+        yield hub
 
 
-@pytest.mark.parametrize("is_reachable", [True, False])
-def test_a_run_uploads_itself_and_is_not_stopped_by_a_hub(
-    tmp_path, monkeypatch, caplog, is_reachable
-):
+def test_a_run_uploads_itself(tmp_path, own_hub, caplog):
     caplog.set_level("INFO")
     recipe = save_recipe(tmp_path, method={"lora": {"rank": 2}}, checkpoint={"save_steps": 4})
-    strategy = "every_save" if is_reachable else "end"
-    settings = {"push_to_hub": NAME, "hub_strategy": strategy}
-    with serving() as (hub, url):
-        _Hub(url, monkeypatch)
-        hub.needs_token = True
-        if not is_reachable:
-            monkeypatch.setenv("HF_TOKEN", "wrong")
-        surefoot.train(recipe, train={"max_steps": 2})
-        outcome = surefoot.train(recipe, train=settings)  # a resumed run may begin to upload
+    surefoot.train(recipe, train={"max_steps": 2})
+    # a resumed run may begin to upload
+    surefoot.train(recipe, train={"push_to_hub": NAME, "hub_strategy": "every_save"})
+    assert "adapter_model.safetensors" in files(own_hub)
+    assert own_hub.private[("models", NAME)]
+    assert f"uploaded to {NAME}" in caplog.text
+
+
+def test_a_run_is_not_stopped_by_a_hub(tmp_path, own_hub, monkeypatch, caplog):
+    monkeypatch.setenv("HF_TOKEN", "wrong")
+    recipe = save_recipe(tmp_path, method={"lora": {"rank": 2}}, train={"push_to_hub": NAME})
+    outcome = surefoot.train(recipe, train={"max_steps": 1, "hub_strategy": "end"})
     assert outcome.state.is_complete
-    if is_reachable:
-        assert "adapter_model.safetensors" in hub.repositories[("models", NAME)]
-        assert hub.private[("models", NAME)]
-        assert f"uploaded to {NAME}" in caplog.text
-        return
-    said = [r.message for r in caplog.records if "not uploaded" in r.message]
-    assert len(said) == 1
-    assert "HF_TOKEN" in said[-1]
-    assert said[-1].endswith(f"surefoot push {tmp_path / 'run'} {NAME}")
+    (said,) = [r.message for r in caplog.records if "not uploaded" in r.message]
+    assert "HF_TOKEN" in said
+    assert said.endswith(f"surefoot push {tmp_path / 'run'} {NAME}")

@@ -64,8 +64,3 @@ def test_a_large_file_goes_in_parts(bucket, tmp_path):
     assert store.list() == {"x": len(data)}
     assert store.read_range("x", len(data) - 3, len(data)) == data[-3:]
     assert bucket.get("x") == data
-
-
-def test_an_unknown_scheme_is_said_with_a_near_one():
-    with pytest.raises(StoreError, match=r"did you mean s3\?"):
-        Store(Address("s33://x"))

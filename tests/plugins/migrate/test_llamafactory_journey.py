@@ -13,19 +13,9 @@ from surefoot.recipe.recipe import convert
 from surefoot.recipe.yaml import emit
 from surefoot.use._model_location import locate
 
+from .test_llamafactory import COMMAND
+
 EXAMPLES = json.loads((Path(__file__).parent / "llamafactory" / "examples.json").read_text())
-COMMAND = (
-    "train --stage sft --do_train True --model_name_or_path {0}/model "
-    "--preprocessing_num_workers 16 --finetuning_type full --template qwen --flash_attn auto "
-    "--dataset_dir {0}/data --dataset alpaca_zh --cutoff_len 1024 --learning_rate 5e-05 "
-    "--num_train_epochs 3.0 --max_samples 1000 --per_device_train_batch_size 2 "
-    "--gradient_accumulation_steps 8 --lr_scheduler_type cosine --max_grad_norm 1.0 "
-    "--logging_steps 5 --save_steps 100 --warmup_steps 0 --optim adamw_torch --packing False "
-    "--report_to none --use_badam True --output_dir {0}/out --fp16 True --plot_loss True "
-    "--ddp_timeout 180000000 --include_num_input_tokens_seen True --badam_mode layer "
-    "--badam_switch_mode ascending --badam_switch_interval 50 --badam_update_ratio 0.05 "
-    "--val_size 0.1 --eval_strategy steps --eval_steps 100 --per_device_eval_batch_size 2"
-)
 SPEC = {"columns": {"prompt": "instruction", "response": "output"}}
 DATASETS = {
     "alpaca_zh": (rows, SPEC),
@@ -54,21 +44,22 @@ def folder(tmp_path_factory):
 
 def test_their_command_is_killed_and_resumed_to_the_same_bits(folder):
     """The run of the converted recipe, without a break, is the reference."""
-    words = COMMAND.format(folder).split()
-    (folder / "recipe.yaml").write_text(emit(convert(words[1:]).document.data))
+    places = {"MODEL": f"{folder}/model", "DATA": f"{folder}/data", "OUT": f"{folder}/out"}
+    words = [places.get(word, word) for word in COMMAND]
+    (folder / "recipe.yaml").write_text(emit(convert(words).document.data))
     code, _, err = cli("train", folder / "recipe.yaml", f"train.output_dir={folder}/whole")
     assert code == 0, err
     is_slow = not torch.ops.mkldnn._is_mkldnn_fp16_supported()
     assert ("fp16 is computed without fast kernels on this CPU" in err) == is_slow
 
-    process = start(*words)
+    process = start("train", *words)
     for line in process.stderr:
         if "steps 1 to 50 train layer 0" in line:
             process.send_signal(signal.SIGTERM)
             break
     _, rest = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM, rest
-    code, _, err = cli(*words)
+    code, _, err = cli("train", *words)
     assert code == 0 and "resuming from checkpoint-" in err
     assert err.index("without effect here: preprocessing_num_workers") < err.index("resuming from")
 
@@ -96,23 +87,18 @@ def example(name):
 
 
 CHEAP = ["train_lora/qwen3_lora_dpo"]
-PROVEN = [
-    "extras/galore/llama3_full_sft",
-    *("train_lora/qwen3_lora_sft", "train_lora/qwen3_lora_kto", "train_lora/qwen3_lora_pretrain"),
-    *("train_lora/qwen3_lora_reward", "train_lora/qwen3_lora_sft_ds3", "train_full/qwen3_full_sft"),
-    *(
-        "train_lora/qwen3_preprocess",
-        "extras/apollo/llama3_full_sft",
-        "extras/badam/llama3_full_sft",
-    ),
-    *("extras/adam_mini/qwen2_full_sft", "extras/muon/qwen2_full_sft"),
-    *("extras/loraplus/llama3_lora_sft", "extras/pissa/llama3_lora_sft"),
-    *("extras/oft/llama3_oft_sft", "extras/llama_pro/llama3_freeze_sft"),
-]
+PROVEN = """
+extras/galore/llama3_full_sft extras/apollo/llama3_full_sft extras/badam/llama3_full_sft
+extras/adam_mini/qwen2_full_sft extras/muon/qwen2_full_sft extras/llama_pro/llama3_freeze_sft
+extras/loraplus/llama3_lora_sft extras/pissa/llama3_lora_sft extras/oft/llama3_oft_sft
+train_lora/qwen3_lora_sft train_lora/qwen3_lora_kto train_lora/qwen3_lora_pretrain
+train_lora/qwen3_lora_reward train_lora/qwen3_lora_sft_ds3 train_lora/qwen3_preprocess
+train_full/qwen3_full_sft
+"""
 
 
 @pytest.mark.parametrize(
-    "name", [*CHEAP, *(pytest.param(name, marks=pytest.mark.proof) for name in PROVEN)]
+    "name", [*CHEAP, *(pytest.param(name, marks=pytest.mark.proof) for name in PROVEN.split())]
 )
 def test_their_example_runs_to_its_end(folder, name):
     content, changed = example(name)

@@ -1,8 +1,10 @@
 """The how-to page, done as a reader does it, with a run of the Trainer to go on from."""
 
+import contextlib
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -22,18 +24,24 @@ def blocks(language):
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 
 
-@pytest.fixture
-def desk(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def half_run(tmp_path_factory):
     """The folder the page speaks of: a model, its data, and half a run of the Trainer."""
-    recipe_in(tmp_path)
-    (tmp_path / "models").mkdir()
-    (tmp_path / "model").rename(tmp_path / "models" / "base")
-    monkeypatch.chdir(tmp_path)
-    (yaml,) = blocks("yaml")
-    Path("recipe.yaml").write_text(yaml)
-    trainer = their_trainer(load(Path("recipe.yaml")), Path("theirs"), StopAfter(4))
-    trainer.train()
-    return tmp_path
+    folder = tmp_path_factory.mktemp("desk")
+    recipe_in(folder)
+    (folder / "models").mkdir()
+    (folder / "model").rename(folder / "models" / "base")
+    with contextlib.chdir(folder):
+        (yaml,) = blocks("yaml")
+        Path("recipe.yaml").write_text(yaml)
+        their_trainer(load(Path("recipe.yaml")), Path("theirs"), StopAfter(4)).train()
+    return folder
+
+
+@pytest.fixture
+def desk(half_run, tmp_path, monkeypatch):
+    """A copy of it, where the reader types."""
+    monkeypatch.chdir(shutil.copytree(half_run, tmp_path / "desk"))
 
 
 def type_in(command):

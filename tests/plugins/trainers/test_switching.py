@@ -54,15 +54,16 @@ def test_a_run_that_went_over_to_the_trainer_ends_as_if_it_had_stayed(both, tmp_
     assert (tmp_path / "theirs" / "checkpoint-8" / "trainer_state.json").exists(), "it could save"
 
 
-def test_moments_come_over_to_the_bit_and_go_back_to_the_bit(both, tmp_path):
+def test_moments_and_position_come_over_and_go_back_to_the_bit(both, tmp_path):
     ours = build(elsewhere(both.recipe, tmp_path / "ours"))
     load_trainer_checkpoint(both.theirs, ours, trust_pickle=True)
-    saved = save(ours)
-    save_trainer_checkpoint(saved, tmp_path / "back", run=both.recipe, base=both.base)
-    there, back = (
-        torch.load(folder / "optimizer.pt", weights_only=True)
-        for folder in (both.theirs, tmp_path / "back")
-    )
+    save_trainer_checkpoint(save(ours), tmp_path / "back", run=both.recipe, base=both.base)
+
+    def read(name):
+        folders = (both.theirs, tmp_path / "back")
+        return [torch.load(folder / name, weights_only=True) for folder in folders]
+
+    there, back = read("optimizer.pt")
     assert there["state"].keys() == back["state"].keys()
     for number, values in there["state"].items():
         assert values.keys() == back["state"][number].keys()
@@ -70,17 +71,7 @@ def test_moments_come_over_to_the_bit_and_go_back_to_the_bit(both, tmp_path):
             assert torch.equal(tensor, back["state"][number][name]), (number, name)
     for was, now in zip(there["param_groups"], back["param_groups"], strict=True):
         assert now == {**was, "lr": pytest.approx(was["lr"])}
-
-
-def test_the_position_comes_back_as_the_trainer_wrote_them(both, tmp_path):
-    ours = build(elsewhere(both.recipe, tmp_path / "ours"))
-    load_trainer_checkpoint(both.theirs, ours, trust_pickle=True)
-    saved = save(ours)
-    save_trainer_checkpoint(saved, tmp_path / "back", run=both.recipe, base=both.base)
-    there, back = (
-        torch.load(folder / "scheduler.pt", weights_only=True)
-        for folder in (both.theirs, tmp_path / "back")
-    )
+    there, back = read("scheduler.pt")
     assert back.keys() == there.keys()
     assert back["_last_lr"] == pytest.approx(there["_last_lr"])
     assert (back["last_epoch"], back["base_lrs"]) == (there["last_epoch"], there["base_lrs"])

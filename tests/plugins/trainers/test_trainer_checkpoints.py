@@ -7,8 +7,9 @@ import shutil
 import peft
 import pytest
 import torch
+from theirs import StopAfter
 from torch import nn
-from trainer_run import StopAfter, examples, train, trainer, uninterrupted
+from trainer_run import train, trainer, uninterrupted, whole
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -69,43 +70,48 @@ def mixtral():
     return MixtralForCausalLM(MixtralConfig(**sizes, attention_dropout=0.2))
 
 
+BY_LENGTH = {"train_sampling_strategy": "group_by_length"}
+EVERY_TWO = {"eval_strategy": "steps", "eval_steps": 2}
+PLATEAU = {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss"}
+TWICE = {"gradient_accumulation_steps": 2}
 CASES = {
-    "mid-epoch": {"stop": 4},
-    "between saves": {"stop": 5, "cut": True},
+    "between saves": {"stop": 5, "is_cut": True},
     "at the end of an epoch": {"stop": 7},
-    "a saved end of an epoch": {"stop": 9, "save_steps": 7, "cut": True},
     "second epoch": {"stop": 10},
-    "accumulation": {"stop": 5, "gradient_accumulation_steps": 2},
-    "accumulation, end of an epoch": {"stop": 4, "gradient_accumulation_steps": 2},
-    "by length, later epoch": {"stop": 10, "train_sampling_strategy": "group_by_length"},
+    "accumulation": {"stop": 5, **TWICE},
+    "by length, later epoch": {"stop": 10, **BY_LENGTH},
     "with workers": {"stop": 4, "dataloader_num_workers": 1, "num_train_epochs": 1},
-    "evaluation": {"stop": 6, "eval_strategy": "steps", "eval_steps": 2},
+    "plateau": {"stop": 6, **EVERY_TWO, **PLATEAU},
+    "lora": {"stop": 4, "make": lora},
+    "experts": {"stop": 4, "make": mixtral},
+    "tied": {"stop": 4, "make": lambda: tiny.model("qwen2", attention_dropout=0.2)},
+}
+PROVEN = {
+    "a saved end of an epoch": {"stop": 9, "save_steps": 7, "is_cut": True},
+    "accumulation, end of an epoch": {"stop": 4, **TWICE},
+    "evaluation": {"stop": 6, **EVERY_TWO},
     "evaluation at the end of epochs": {"stop": 7, "eval_strategy": "epoch"},
-    "plateau": {
-        "stop": 6,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "lr_scheduler_type": "reduce_lr_on_plateau",
-        "metric_for_best_model": "loss",
-    },
-    "lora": {"stop": 4, "model": lora},
-    "experts": {"stop": 4, "model": lambda: mixtral()},
-    "tied": {"stop": 4, "model": lambda: tiny.model("qwen2", attention_dropout=0.2)},
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.proof) for case in PROVEN)]
+)
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, case):
-    settings = {**CASES[case]}
-    stop, cut, model = settings.pop("stop"), settings.pop("cut", False), settings.pop("model", None)
-    whole = uninterrupted(tmp_path / "whole", model=model and model(), **settings)
-    stopped = train(tmp_path / "run", model=model and model(), stop=stop, **settings)
+    assert_resumes(tmp_path, **(CASES | PROVEN)[case])
+
+
+def assert_resumes(folder, *, stop, make=None, is_cut=False, **settings):
+    expected = (
+        uninterrupted(folder / "whole", model=make(), **settings) if make else whole(**settings)
+    )
+    stopped = train(folder / "run", model=make and make(), stop=stop, **settings)
     assert stopped.state.global_step == stop
-    if cut:  # as if it had been killed before the end was saved
-        shutil.rmtree(tmp_path / "run" / f"checkpoint-{stop}")
+    if is_cut:  # as if it had been killed before the end was saved
+        shutil.rmtree(folder / "run" / f"checkpoint-{stop}")
     torch.manual_seed(99)
-    resumed = train(tmp_path / "run", model=model and model(), **settings)
-    assert_same_run(resumed, whole)
+    resumed = train(folder / "run", model=make and make(), **settings)
+    assert_same_run(resumed, expected)
 
 
 def test_the_scale_of_the_loss_goes_on_as_well(tmp_path):
@@ -124,12 +130,12 @@ def test_the_scale_of_the_loss_goes_on_as_well(tmp_path):
         built.train(resume_from_checkpoint=checkpoints.newest())
         return built, scaler.state_dict()
 
-    whole, expected = scaled(tmp_path / "whole")
+    alone, expected = scaled(tmp_path / "whole")
     assert expected["scale"] == 4.0 * 2**3
     scaled(tmp_path / "run", stop=3)
     resumed, found = scaled(tmp_path / "run")
     assert found == expected
-    assert_same_run(resumed, whole)
+    assert_same_run(resumed, alone)
 
 
 def test_the_checkpoint_opens_as_it_lies(tmp_path):
@@ -177,9 +183,7 @@ class Small(nn.Module):
 
 
 def test_a_plain_module_trains_too(tmp_path):
-    whole = uninterrupted(tmp_path / "whole", model=Small())
-    train(tmp_path / "run", model=Small(), stop=4)
-    assert_same_run(train(tmp_path / "run", model=Small()), whole)
+    assert_resumes(tmp_path, stop=4, make=Small)
 
 
 def test_a_plain_module_with_ties_is_refused(tmp_path):
@@ -187,13 +191,6 @@ def test_a_plain_module_with_ties_is_refused(tmp_path):
     tied.head.weight = tied.embed.weight
     with pytest.raises(RunError, match=r"head\.weight is tied"):
         train(tmp_path, model=tied)
-
-
-def test_it_saves_every_so_many_steps_and_the_end_and_keeps_what_it_should(tmp_path):
-    train(tmp_path / "all", num_train_epochs=2)
-    assert steps(tmp_path / "all") == [3, 6, 9, 12, 14]
-    train(tmp_path / "two", num_train_epochs=2, keep=2)
-    assert steps(tmp_path / "two") == [12, 14]
 
 
 def test_the_best_step_is_saved_and_stays(tmp_path):
@@ -246,14 +243,13 @@ def test_a_callback_that_is_new_on_resume_does_no_harm(tmp_path):
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path, caplog):
-    whole = uninterrupted(tmp_path / "whole")
     train(tmp_path / "run", stop=7)
     newest = tmp_path / "run" / "checkpoint-7" / "optimizer.safetensors"
     newest.write_bytes(newest.read_bytes()[:-9])
     caplog.set_level(logging.WARNING)
     resumed = train(tmp_path / "run")
     assert "checkpoint-7 failed verification" in caplog.text
-    assert_same_run(resumed, whole)
+    assert_same_run(resumed, whole())
 
 
 def test_a_save_that_another_callback_asks_for_is_ours(tmp_path):
@@ -265,37 +261,36 @@ def test_a_save_that_another_callback_asks_for_is_ours(tmp_path):
     assert steps(tmp_path) == [3, 4, 6, 7]
 
 
-def test_it_goes_on_from_a_checkpoint_elsewhere_that_was_checked(tmp_path):
-    whole = train(tmp_path / "whole", num_train_epochs=2)
-    built, checkpoints = trainer(tmp_path / "run", num_train_epochs=2)
+def test_it_saves_every_so_many_steps_and_goes_on_elsewhere_from_what_was_checked(tmp_path):
+    expected = train(tmp_path / "whole")
+    assert steps(tmp_path / "whole") == [3, 6, 9, 12, 14]
+    built, checkpoints = trainer(tmp_path / "run", keep=2)
     built.train(resume_from_checkpoint=checkpoints.checked(tmp_path / "whole" / "checkpoint-3"))
-    assert_same_run(built, whole)
-    assert steps(tmp_path / "run") == [6, 9, 12, 14]
+    assert_same_run(built, expected)
+    assert steps(tmp_path / "run") == [12, 14]
     with pytest.raises(CheckpointError, match="does not exist"):
         checkpoints.checked(tmp_path / "whole" / "checkpoint-4")
 
 
 def test_a_checkpoint_elsewhere_that_nobody_named_is_refused(tmp_path):
-    train(tmp_path / "one", num_train_epochs=1)
-    train(tmp_path / "two", num_train_epochs=1, stop=3)
-    built, _ = trainer(tmp_path / "two", num_train_epochs=1)
+    for name in ("one", "two"):
+        train(tmp_path / name, stop=3)
+    built, _ = trainer(tmp_path / "two")
     with pytest.raises(CheckpointError, match=r"checkpoints\.checked\(PATH\)"):
         built.train(resume_from_checkpoint=str(tmp_path / "one" / "checkpoint-3"))
 
 
 def test_the_trainers_own_search_for_the_newest_works_too(tmp_path):
-    whole = uninterrupted(tmp_path / "whole", num_train_epochs=1)
     train(tmp_path / "run", num_train_epochs=1, stop=4)
     built, _ = trainer(tmp_path / "run", num_train_epochs=1)
     built.train(resume_from_checkpoint=True)
-    assert_same_run(built, whole)
+    assert_same_run(built, whole(num_train_epochs=1))
 
 
 def test_a_checkpoint_of_the_trainers_own_can_be_gone_on_from(tmp_path):
-    args = {"save_strategy": "steps", "save_steps": 4, "num_train_epochs": 1}
     built, checkpoints = trainer(tmp_path / "theirs", num_train_epochs=1)
     built.remove_callback(checkpoints)
-    built.args.save_strategy, built.args.save_steps = args["save_strategy"], 4
+    built.args.save_strategy, built.args.save_steps = "steps", 4
     built.train()
     resumed, checkpoints = trainer(tmp_path / "ours", num_train_epochs=1)
     resumed.train(resume_from_checkpoint=str(tmp_path / "theirs" / "checkpoint-4"))
@@ -307,17 +302,15 @@ def test_a_checkpoint_of_the_trainers_own_can_be_gone_on_from(tmp_path):
 
 
 def test_a_fresh_start_does_not_run_into_an_earlier_run(tmp_path):
-    train(tmp_path, num_train_epochs=1)
-    with pytest.raises(RunError, match=r"contains checkpoint-7.*checkpoints\.newest\(\)"):
-        train(tmp_path, resume=False, num_train_epochs=1)
+    train(tmp_path, stop=3)
+    with pytest.raises(RunError, match=r"contains checkpoint-3.*checkpoints\.newest\(\)"):
+        train(tmp_path, resume=False)
 
 
 def test_a_finished_run_can_be_extended(tmp_path):
     settings = {"lr_scheduler_type": "constant", "warmup_steps": 0}
-    whole = uninterrupted(tmp_path / "whole", num_train_epochs=2, **settings)
     train(tmp_path / "run", num_train_epochs=1, **settings)
-    longer = train(tmp_path / "run", num_train_epochs=2, **settings)
-    assert_same_run(longer, whole)
+    assert_same_run(train(tmp_path / "run", **settings), whole(**settings))
 
 
 def test_an_interrupted_train_can_be_called_again(tmp_path):
@@ -327,44 +320,38 @@ def test_an_interrupted_train_can_be_called_again(tmp_path):
                 self.failed = True
                 raise KeyboardInterrupt
 
-    whole = uninterrupted(tmp_path / "whole", num_train_epochs=1)
     built, checkpoints = trainer(tmp_path / "run", num_train_epochs=1, callbacks=[Fail()])
     with pytest.raises(KeyboardInterrupt):
         built.train()
     built.train(resume_from_checkpoint=checkpoints.newest())
-    assert losses(built) == losses(whole)
-    assert same(dict(built.model.state_dict()), dict(whole.model.state_dict()))
-
-
-REFUSED = {
-    "save_strategy is 'steps'": {"save_strategy": "steps"},
-    "auto_find_batch_size is on": {"auto_find_batch_size": True},
-    "enable_jit_checkpoint is on": {"enable_jit_checkpoint": True},
-}
-
-
-@pytest.mark.parametrize("reason", REFUSED)
-def test_settings_that_would_save_twice_are_refused(tmp_path, reason):
-    with pytest.raises(RunError, match=reason):
-        trainer(tmp_path, **REFUSED[reason])
+    expected = whole(num_train_epochs=1)
+    assert losses(built) == losses(expected)
+    assert same(dict(built.model.state_dict()), dict(expected.model.state_dict()))
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "reason"),
+    ("settings", "reason"),
     [
-        ("is_deepspeed_enabled", True, "DeepSpeed"),
-        ("is_fsdp_enabled", True, "FSDP"),
-        ("is_distributed_loading_by_transformers", True, "sharded while it loads"),
+        ({"save_strategy": "steps"}, "save_strategy is 'steps'"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size is on"),
+        ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint is on"),
     ],
 )
-def test_state_in_several_places_is_refused(tmp_path, name, value, reason):
-    built, _ = trainer(tmp_path)
-    setattr(built, name, value)
-    with pytest.raises(RunError, match=f"{reason}: not supported"):
-        SurefootCheckpoints(built, save_steps=1)
+def test_settings_that_would_save_twice_are_refused(tmp_path, settings, reason):
+    with pytest.raises(RunError, match=reason):
+        trainer(tmp_path, **settings)
 
 
-def test_steps_between_saves_must_be_some(tmp_path):
+def test_state_in_several_places_and_no_steps_between_saves_are_refused(tmp_path):
+    for name, reason in (
+        ("is_deepspeed_enabled", "DeepSpeed"),
+        ("is_fsdp_enabled", "FSDP"),
+        ("is_distributed_loading_by_transformers", "sharded while it loads"),
+    ):
+        built, _ = trainer(tmp_path)
+        setattr(built, name, True)
+        with pytest.raises(RunError, match=f"{reason}: not supported"):
+            SurefootCheckpoints(built, save_steps=1)
     built, _ = trainer(tmp_path)
     with pytest.raises(ValueError, match="at least 1, got 0"):
         SurefootCheckpoints(built, save_steps=0)
@@ -385,7 +372,3 @@ def test_an_adapter_that_its_file_cannot_hold_is_refused(tmp_path):
     native._hf_peft_config_loaded = True
     with pytest.raises(RunError, match="get_peft_model"):
         train(tmp_path, model=native)
-
-
-def test_examples_are_of_several_lengths():
-    assert len({len(row["input_ids"]) for row in examples()}) > 3

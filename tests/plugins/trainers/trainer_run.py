@@ -1,9 +1,12 @@
 """A run of Hugging Face's own Trainer with our checkpoints, on a tiny model with dropout."""
 
+import functools
 import random
+import tempfile
 
 import numpy as np
 import torch
+from theirs import StopAfter, collate
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import tiny
@@ -20,16 +23,6 @@ def examples(count=13, seed=5):
     return [{"input_ids": row, "labels": list(row)} for row in rows]
 
 
-def collate(rows):
-    longest = max(len(row["input_ids"]) for row in rows)
-
-    def pad(name, value):
-        return torch.tensor([r[name] + [value] * (longest - len(r[name])) for r in rows])
-
-    ids = pad("input_ids", 0)
-    return {"input_ids": ids, "labels": pad("labels", -100), "attention_mask": (ids != 0).long()}
-
-
 class Drawing(TrainerCallback):
     """Draws from every generator at every step, as a method that samples would."""
 
@@ -37,14 +30,6 @@ class Drawing(TrainerCallback):
         torch.rand(1), np.random.rand(), random.random()
 
     on_pre_optimizer_step = on_substep_end
-
-
-class StopAfter(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop |= state.global_step == self.step
 
 
 def trainer(
@@ -83,6 +68,13 @@ def uninterrupted(folder, **settings):
     built.remove_callback(checkpoints)
     built.train()
     return built
+
+
+@functools.cache
+def whole(**settings):
+    """An uninterrupted run of these settings, made once; nobody reads its folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        return uninterrupted(folder, **settings)
 
 
 def train(folder, resume=True, **settings):

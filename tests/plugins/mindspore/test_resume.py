@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from folders import save_adapter, save_model
-from plugins.mindspore.real import SOURCES, real, truth  # noqa: F401 - fixtures
 from spread import trainer
 from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
 from surefoot.errors import CheckpointError
@@ -16,6 +15,8 @@ from surefoot.plugins.mindspore.naming import to_huggingface
 from surefoot.plugins.mindspore.resume import load_mindspore_checkpoint
 from surefoot.plugins.mindspore.writing import write_full
 from surefoot.run.foreign_resume import detect_trainer
+
+from .real import SOURCES
 
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
@@ -34,7 +35,7 @@ def resumed(folder, made):
     return made
 
 
-def in_one_folder(truth, tmp_path, **changes):  # noqa: F811
+def in_one_folder(truth, tmp_path, **changes):
     """The real tensors as one folder; None leaves one out."""
     numbers = {"step_num": torch.tensor(20), "global_batch_size": torch.tensor(8)}
     tensors = {name: t for name, t in {**truth, **numbers, **changes}.items() if t is not None}
@@ -44,8 +45,8 @@ def in_one_folder(truth, tmp_path, **changes):  # noqa: F811
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_weights_moments_and_step_are_those_that_mindspore_saved(
-    real,  # noqa: F811
-    truth,  # noqa: F811
+    real,
+    truth,
     tmp_path,
     name,
 ):
@@ -64,7 +65,7 @@ def test_weights_moments_and_step_are_those_that_mindspore_saved(
     assert (made.windows.loader.epoch, made.windows.loader.window) == (10, 0)
 
 
-def test_another_batch_size_is_another_step_after_as_many_examples(real, tmp_path, caplog):  # noqa: F811
+def test_another_batch_size_is_another_step_after_as_many_examples(real, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     made = resumed(real / "mp4", fresh(tmp_path, global_batch_size=4))
     assert made.state.global_step == 40
@@ -72,19 +73,19 @@ def test_another_batch_size_is_another_step_after_as_many_examples(real, tmp_pat
     assert next(iter(made.policy.optimizer_state.state_dict().values()))["step"] == 20
 
 
-def test_what_does_not_come_along_is_said(real, tmp_path, caplog):  # noqa: F811
+def test_what_does_not_come_along_is_said(real, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     resumed(real / "single", fresh(tmp_path))
     assert "single: its learning rate is 0.001; the next one here is" in caplog.text
     assert "in Surefoot's order; MindSpore's folders contain neither their order" in caplog.text
 
 
-def test_the_scale_of_fp16_comes_along(truth, tmp_path):  # noqa: F811
+def test_the_scale_of_fp16_comes_along(truth, tmp_path):
     folder = in_one_folder(truth, tmp_path, loss_scale=torch.tensor(4096.0))
     assert resumed(folder, fresh(tmp_path, precision="fp16")).policy.step.scaler.scale == 4096.0
 
 
-def test_updates_that_overflowed_are_said(truth, tmp_path, caplog):  # noqa: F811
+def test_updates_that_overflowed_are_said(truth, tmp_path, caplog):
     folder = in_one_folder(truth, tmp_path, global_step=torch.tensor([17], dtype=torch.int32))
     made = resumed(folder, fresh(tmp_path))
     assert "the optimizer has made 17 updates in 20 steps" in caplog.text
@@ -103,7 +104,7 @@ EMBEDDING = "model.tok_embeddings.embedding_weight"
         ({"step_num": None, "global_step": None}, "contains neither step_num nor global_step"),
     ],
 )
-def test_what_is_not_enough_is_refused_and_nothing_changed(truth, tmp_path, changes, problem):  # noqa: F811
+def test_what_is_not_enough_is_refused_and_nothing_changed(truth, tmp_path, changes, problem):
     folder, made = in_one_folder(truth, tmp_path, **changes), fresh(tmp_path)
     before = {name: tensor.clone() for name, tensor in made.policy.weights.state_dict().items()}
     with pytest.raises(CheckpointError) as caught:
@@ -114,7 +115,7 @@ def test_what_is_not_enough_is_refused_and_nothing_changed(truth, tmp_path, chan
     assert made.state.global_step == 0
 
 
-def test_an_adapter_has_no_moments_there(truth, tmp_path):  # noqa: F811
+def test_an_adapter_has_no_moments_there(truth, tmp_path):
     made = trainer(ALONE, tmp_path / "run", method=LoRA(rank=2), train=BATCH, **SIZES)
     with pytest.raises(CheckpointError, match=r"set method to full, or remove checkpoint.resume"):
         resumed(in_one_folder(truth, tmp_path), made)
