@@ -1,11 +1,17 @@
-"""A board as a user starts it: a process of its own."""
+"""A board as a user starts it, a process of its own, or in a thread of this one."""
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+
+import uvicorn
+
+from surefoot.storage.web import PromptProtocol, bound
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -40,3 +46,19 @@ class Server:
     def _end(self):
         self.process.wait(20)
         self.process.stdout.close()
+
+
+@contextlib.contextmanager
+def served(app):
+    """``app`` in a thread, as a board and ``surefoot serve`` serve it; its port."""
+    listener = bound("127.0.0.1", 0, "board")
+    config = uvicorn.Config(app, http=PromptProtocol, log_level="critical", limit_concurrency=16)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()

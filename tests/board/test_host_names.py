@@ -10,7 +10,7 @@ from board.runs import COMPLETE, write_run
 from surefoot.cli.main import main
 from surefoot.errors import RunError
 from surefoot.plugins.board.app import create_app
-from surefoot.storage.web import host_name, hosts_of, is_loopback
+from surefoot.storage.web import hosts_of, is_loopback
 
 BEARER = {"Authorization": "Bearer a-long-secret"}
 ATTACKS = [
@@ -103,22 +103,14 @@ def test_a_board_that_a_proxy_shows_to_others_needs_the_token():
     assert not hosts_of("::1").is_open
 
 
-@pytest.mark.parametrize(
-    "name", ["", "http://x", "x:80", "a b", "*", ".example.org", "x/y", "a@b", "a" * 300]
-)
-@pytest.mark.parametrize("command", ["board", "serve"])
-def test_an_option_that_is_no_name_is_an_error(root, command, name):
-    with pytest.raises(RunError, match="--host-name: expected a name without scheme and port"):
-        hosts_of("127.0.0.1", [name])
-    done = CliRunner().invoke(main, [command, str(root), "--port=0", f"--host-name={name}"])
-    assert done.exit_code == 2
-    assert "--host-name: expected a name" in done.output
-
-
-def test_the_name_of_a_host():
-    assert host_name("gpu-7:80") == host_name("gpu-7.") == host_name("GPU-7") == "gpu-7"
-    assert host_name("[::1]:80") == "::1"
-    assert not any(map(host_name, ("", ":80", "[", "a:b", "a/b", "a?b", "a#b", "u@a")))
+def test_an_option_that_is_no_name_is_an_error(root):
+    for name in ("", "http://x", "x:80", "a b", "*", ".example.org", "x/y", "a@b", "a" * 300):
+        with pytest.raises(RunError, match="--host-name: expected a name without scheme and port"):
+            hosts_of("127.0.0.1", [name])
+    for command in ("board", "serve"):
+        done = CliRunner().invoke(main, [command, str(root), "--port=0", "--host-name=http://x"])
+        assert done.exit_code == 2
+        assert "--host-name: expected a name" in done.output
 
 
 def test_loopback_addresses():

@@ -3,6 +3,7 @@
 ``PICTURES=docs/img pytest -m proof tests/board/test_pictures.py`` takes some minutes.
 """
 
+import contextlib
 import io
 import os
 import shutil
@@ -14,7 +15,7 @@ import pytest
 
 from board import browser
 from board.pages import show
-from board.serving import SOURCE
+from board.serving import SOURCE, Server
 
 pytestmark = [
     pytest.mark.proof,
@@ -38,6 +39,12 @@ def root(tmp_path_factory):
     slower = ["train.output_dir=runs/lower-rate", "optim.adamw.learning_rate=5e-4"]
     surefoot(root, "train", "quickstart.yaml", *slower, "train.num_epochs=1")
     return root
+
+
+@pytest.fixture(scope="module")
+def server(root):
+    with contextlib.closing(Server(root)) as found:
+        yield found
 
 
 def surefoot(root, *words):

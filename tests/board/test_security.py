@@ -1,19 +1,18 @@
 import contextlib
 import json
 import socket
-import threading
 import time
 
 import httpx2
 import pytest
-import uvicorn
 from starlette.testclient import TestClient
 
 from board.runs import COMPLETE, write_run
+from board.serving import served
 from surefoot.plugins.board.app import MAX_BODY, MAX_REQUESTS, create_app
 from surefoot.plugins.board.run_folders import OutsideRootError, inside, new_inside
 from surefoot.storage import web
-from surefoot.storage.web import PromptProtocol, bound, hosts_of
+from surefoot.storage.web import hosts_of
 
 OWN = "http://127.0.0.1:7860"
 MINE = {"X-Surefoot": "1"}
@@ -216,22 +215,6 @@ def test_visitors_without_the_token_cost_the_owner_nothing(root):
         assert not app.recent
         owner = {"Authorization": "Bearer a-long-secret"}
         assert client.get("/api/board", headers=owner).status_code == 200
-
-
-@contextlib.contextmanager
-def served(app):
-    """``app`` in a thread, as a board and ``surefoot serve`` serve it; its port."""
-    listener = bound("127.0.0.1", 0, "board")
-    config = uvicorn.Config(app, http=PromptProtocol, log_level="critical", limit_concurrency=16)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        yield listener.getsockname()[1]
-    finally:
-        server.should_exit = True
-        thread.join()
-        listener.close()
 
 
 def asks(port, count=1):

@@ -1,3 +1,4 @@
+import contextlib
 import re
 import sys
 from pathlib import Path
@@ -21,6 +22,12 @@ def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("root")
     write_run(root / "runs/one")
     return root
+
+
+@pytest.fixture(scope="module")
+def server(root):
+    with contextlib.closing(Server(root)) as found:
+        yield found
 
 
 def test_the_board_answers_where_it_says(server):
