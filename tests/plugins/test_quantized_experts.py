@@ -159,7 +159,7 @@ def test_a_run_with_experts_is_calibrated_and_loses_less(run_folder, tmp_path, m
         name: export(
             run_folder,
             tmp_path / name,
-            QuantizedFolder(quantize="w4a16", group_size="32", algorithm=name),
+            w4a16(name),
         )
         for name in ("rtn", "gptq")
     }
@@ -180,7 +180,7 @@ def test_experts_with_few_tokens_are_rounded_and_counted(run_folder, tmp_path, c
         out = export(
             run_folder,
             tmp_path / name,
-            QuantizedFolder(quantize="w4a16", group_size="32", algorithm=name),
+            w4a16(name),
         )
         found[name] = load_file(out / "model.safetensors")
     (said,) = (one.message for one in caplog.records)
@@ -196,26 +196,16 @@ def test_experts_with_few_tokens_are_rounded_and_counted(run_folder, tmp_path, c
 
 
 def test_a_streaming_run_is_calibrated_on_the_beginning_of_its_stream(tmp_path):
-    plain, streamed = tmp_path / "plain", tmp_path / "streamed"
-    for folder, settings in ((plain, {}), (streamed, {"streaming": True, "buffer_size": 16})):
-        folder.mkdir()
-        surefoot.train(
-            save_recipe(folder, data={"val_size": 4, **settings}, train={"max_steps": 2})
-        )
-    parts = find_parts(streamed / "run")
-    rows = calibration_rows(parts, 10)
-    every = calibration_rows(find_parts(plain / "run"), 10**6)
-    text = [parts_text(parts, ids) for ids in rows]
-    assert len(rows) == 10
-    assert len({*text}) == 10
-    numbers = [text_number(one) for one in text]
+    data = {"val_size": 4, "streaming": True, "buffer_size": 16}
+    surefoot.train(save_recipe(tmp_path, data=data, train={"max_steps": 2}))
+    parts = find_parts(tmp_path / "run")
+    texts = [parts_text(parts, ids) for ids in calibration_rows(parts, 10)]
+    assert len(texts) == len({*texts}) == 10
+    numbers = [text_number(text) for text in texts]
     assert numbers == sorted(numbers)  # in the order of the file
-    assert len(every) == 20
     assert len(calibration_rows(parts, 10**6)) == 20  # all but those held out
-    out = export(
-        streamed / "run", tmp_path / "out", QuantizedFolder(quantize="w8a8", algorithm="gptq")
-    )
-    assert verify_export(out).is_within
+    target = QuantizedFolder(quantize="w8a8", algorithm="gptq")
+    assert verify_export(export(tmp_path / "run", tmp_path / "out", target)).is_within
 
 
 def parts_text(parts, ids):

@@ -341,7 +341,7 @@ def test_a_run_is_calibrated_on_its_data_and_loses_less(run_folder, tmp_path):
         algorithm: export(
             run_folder,
             tmp_path / algorithm,
-            QuantizedFolder(quantize="w4a16", group_size="32", algorithm=algorithm),
+            w4a16(algorithm),
         )
         for algorithm in ("rtn", "gptq")
     }
@@ -371,7 +371,7 @@ def test_too_little_data_is_refused(run_folder, tmp_path, monkeypatch):
         export(
             run_folder,
             tmp_path / "o",
-            QuantizedFolder(quantize="w4a16", group_size="32", algorithm="gptq"),
+            w4a16("gptq"),
         )
     assert not list(tmp_path.iterdir())
 

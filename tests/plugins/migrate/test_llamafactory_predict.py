@@ -6,10 +6,11 @@ import math
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from folders import save_adapter
 from project import model_folder, rows
-from project import surefoot as cli
+from surefoot.cli.main import main
 from surefoot.recipe.recipe import convert, load_converted
 
 EXAMPLES = json.loads((Path(__file__).parent / "llamafactory" / "examples.json").read_text())
@@ -37,6 +38,11 @@ def folder(tmp_path_factory):
     return found
 
 
+def cli(*words):
+    done = CliRunner().invoke(main, [*map(str, words)])
+    return done.exit_code, done.stdout, done.stderr
+
+
 def words(folder, out):
     changed = [f"model_name_or_path={folder}/model", f"adapter_name_or_path={folder}/adapter"]
     changed += [f"dataset_dir={folder}/data", f"output_dir={out}", "template=chatml"]
@@ -56,12 +62,15 @@ def test_generation_has_their_defaults(folder, tmp_path):
 
 
 @needs_metrics
-def test_their_predict_example_writes_their_files(folder, tmp_path):
+def test_their_predict_example_writes_their_files_and_uses_those_of_an_earlier_attempt(
+    folder, tmp_path
+):
     from surefoot.use.run_evaluation import similarity
 
     code, out, err = cli("train", *words(folder, tmp_path / "out"))
     assert code == 0, err
-    found = list(map(json.loads, (tmp_path / "out" / FILE).read_text().splitlines()))
+    predictions = (tmp_path / "out" / FILE).read_bytes()
+    found = list(map(json.loads, predictions.splitlines()))
     assert len(found) == 6  # max_samples of each dataset
     assert found[0].keys() == {"prompt", "predict", "label"}
     assert found[0]["label"] == "It is 0." and found[0]["prompt"].endswith("assistant\n")
@@ -71,31 +80,28 @@ def test_their_predict_example_writes_their_files(folder, tmp_path):
     assert {name: metrics[f"predict_{name}"] for name in expected} == expected
     assert metrics.keys() >= {"predict_runtime", "predict_samples_per_second"}
     assert "predict_bleu-4: " in out and not list((tmp_path / "out").glob("*.part"))
+    code, _, err = cli("train", *words(folder, tmp_path / "out"))  # their overwrite_output_dir
+    assert code == 0 and (tmp_path / "out" / FILE).read_bytes() == predictions
 
 
-@needs_metrics
-def test_predictions_of_an_earlier_attempt_are_used(folder, tmp_path):
-    out = tmp_path / "out"
-    code, _, err = cli("train", *words(folder, out))
-    assert code == 0, err
-    whole = (out / FILE).read_bytes()
-    code, _, err = cli("train", *words(folder, out))  # their overwrite_output_dir
-    assert code == 0 and (out / FILE).read_bytes() == whole
+def written(folder, path, **values):
+    """A file of theirs, of a model and rows of ``folder``."""
+    content = {
+        "model_name_or_path": f"{folder}/model",
+        "dataset_dir": f"{folder}/data",
+        "output_dir": f"{path.parent}/out",
+        "stage": "sft",
+        "template": "chatml",
+        "do_eval": True,
+        **values,
+    }
+    path.write_text(json.dumps(content))
+    return path
 
 
 def test_an_evaluation_without_training_writes_their_file(folder, tmp_path):
-    content = {
-        "model_name_or_path": f"{folder}/model",
-        "stage": "sft",
-        "do_eval": True,
-        "finetuning_type": "full",
-        "eval_dataset": "identity",
-        "dataset_dir": f"{folder}/data",
-        "template": "chatml",
-        "output_dir": f"{tmp_path}/out",
-    }
-    path = tmp_path / "eval.yaml"
-    path.write_text(json.dumps(content))
+    given = {"finetuning_type": "full", "eval_dataset": "identity"}
+    path = written(folder, tmp_path / "eval.yaml", **given)
     code, _, err = cli("train", path)
     assert code == 0, err
     metrics = json.loads((tmp_path / "out/eval_results.json").read_text())
@@ -109,21 +115,8 @@ def test_an_evaluation_without_training_writes_their_file(folder, tmp_path):
 
 
 def test_a_training_is_evaluated_at_its_end(folder, tmp_path):
-    content = {
-        "model_name_or_path": f"{folder}/model",
-        "stage": "sft",
-        "do_train": True,
-        "do_eval": True,
-        "finetuning_type": "lora",
-        "dataset": "identity",
-        "val_size": 2,
-        "dataset_dir": f"{folder}/data",
-        "template": "chatml",
-        "output_dir": f"{tmp_path}/out",
-        "max_steps": 1,
-    }
-    path = tmp_path / "both.yaml"
-    path.write_text(json.dumps(content))
+    given = {"do_train": True, "finetuning_type": "lora", "dataset": "identity"}
+    path = written(folder, tmp_path / "both.yaml", **given, val_size=2, max_steps=1)
     code, _, err = cli("train", path)
     assert code == 0, err
     assert json.loads((tmp_path / "out/eval_results.json").read_text())["eval_loss"] > 0
