@@ -12,10 +12,9 @@ import ranks
 import small
 import tiny
 from surefoot.checkpoint.loading import load
-from surefoot.checkpoint.saving.preparation import prepare
+from surefoot.checkpoint.saving._writing import write
+from surefoot.checkpoint.saving.preparation import WriterGroup, prepare
 from surefoot.checkpoint.saving.saver import AsyncSaver
-from surefoot.checkpoint.saving.writer_group import WriterGroup
-from surefoot.checkpoint.saving.writing import write
 from surefoot.data.section import DataSection
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.training_data import TrainingData
@@ -155,7 +154,7 @@ def save(made, folder, layout="full"):
     world = made.world
     crew = WriterGroup(layout, world.rank, world.size, world.axes, world.gathered)
     states = {name: state for name, state in made.states.items() if name != "random"}
-    job, live = prepare(folder, made.state.global_step, states, kind=made.saver.kind, crew=crew)
+    job, live = prepare(folder, made.state.global_step, states, kind=made.saver.kind, writers=crew)
     write(replace(job, share=False), live)
     world.wait()
     return job.target

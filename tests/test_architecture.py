@@ -34,7 +34,7 @@ TORCH_FREE = (
     "log",
     "schema/__init__",
     "storage/files",
-    "parallel/box",
+    "parallel/sharding",
     "checkpoint/disk/tensorfile",
     "checkpoint/disk/manifest",
 )

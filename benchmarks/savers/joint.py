@@ -71,9 +71,8 @@ def surefoot(
 ) -> tuple[Callable[[int], None], Callable[[], int]]:
     """What begins a save, and what waits for it: the bytes that this process has written."""
     from surefoot.checkpoint.saving._writer_process import Background
-    from surefoot.checkpoint.saving.preparation import prepare
+    from surefoot.checkpoint.saving.preparation import WriterGroup, prepare
     from surefoot.checkpoint.saving.saver import start_save
-    from surefoot.checkpoint.saving.writer_group import WriterGroup
 
     def exchange(value: object) -> list[Any]:
         found: list[Any] = [None] * dist.get_world_size()
@@ -85,7 +84,7 @@ def surefoot(
     states = {"model": Held(tensors[0]), "optimizer": Held(tensors[1])}
 
     def begin(step: int) -> None:
-        job, live = prepare(folder, step, states, crew=crew)
+        job, live = prepare(folder, step, states, writers=crew)
         share[0] = sum(t.nbytes for group in live.groups.values() for t in group.values())
         start_save(flight, job, live, in_background=not waits)
 

@@ -21,8 +21,7 @@ from surefoot.checkpoint.converting.targets import write_dcp
 from surefoot.checkpoint.disk.commit import committed
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.saving.preparation import save
-from surefoot.checkpoint.sources.copying import copy
-from surefoot.checkpoint.sources.source import TensorsInMemory
+from surefoot.checkpoint.sources import TensorsInMemory, copy
 from surefoot.parallel.sharding import Mesh
 
 RANKS = Mesh(dp_shard=8)

@@ -26,9 +26,8 @@ from surefoot.checkpoint.layouts.layout import file_name
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.saving.preparation import save
-from surefoot.checkpoint.sources.copying import copy
-from surefoot.parallel.box import Box
-from surefoot.parallel.sharding import Mesh
+from surefoot.checkpoint.sources import copy
+from surefoot.parallel.sharding import Box, Mesh
 
 EIGHT, FOUR = Mesh(dp_shard=8), Mesh(dp_shard=4)
 

@@ -20,14 +20,12 @@ from surefoot.checkpoint.disk.tensorfile import plan_save
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.looking.summary import summarise
-from surefoot.checkpoint.saving.preparation import prepare, save
-from surefoot.checkpoint.saving.writer_group import WriterGroup
-from surefoot.checkpoint.saving.writing import Shard, write
-from surefoot.checkpoint.sources.copying import copy
-from surefoot.checkpoint.sources.source import read_whole
+from surefoot.checkpoint.saving._writing import Shard, write
+from surefoot.checkpoint.saving.preparation import WriterGroup, prepare, save
+from surefoot.checkpoint.sources import copy, read_whole
 from surefoot.checkpoint.verification import ConcurrentCheck, verify
 from surefoot.errors import CheckpointError
-from surefoot.parallel.box import Box
+from surefoot.parallel.sharding import Box
 from surefoot.storage.files import digest
 
 from .sample import Holder, blank, same, sample_states
@@ -35,7 +33,7 @@ from .sample import Holder, blank, same, sample_states
 
 def saved(root, states=None, **options):
     states = states or sample_states()
-    return save(root, 7, states, layout="distributed", **options), states
+    return save(root, 7, states, writers=WriterGroup("distributed"), **options), states
 
 
 @dataclass
@@ -64,7 +62,7 @@ class Pieces:
 
 def saved_by_ranks(root, states, cut):
     """As several ranks would save: ``cut(shape)`` gives the boxes of each rank."""
-    job, live = prepare(root, 7, states, crew=WriterGroup("distributed"))
+    job, live = prepare(root, 7, states, writers=WriterGroup("distributed"))
     shards, boxes = [], {}
     for shard in job.shards:
         name = shard.plan.name.rpartition("/")[2].removesuffix(".safetensors")
@@ -148,7 +146,7 @@ def test_from_pretrained_opens_it_as_it_lies(tmp_path):
 
 def test_an_adapter_stays_where_peft_looks_for_it(tmp_path):
     states = {"model": Holder({"base_model.x.lora_A.weight": torch.randn(2, 3)})}
-    path = save(tmp_path, 1, states, kind="adapter", layout="distributed")
+    path = save(tmp_path, 1, states, kind="adapter", writers=WriterGroup("distributed"))
     assert (path / "adapter_model.safetensors").is_file()
     fresh = {"model": Holder({"base_model.x.lora_A.weight": torch.zeros(2, 3)})}
     load(path, fresh)
@@ -262,7 +260,7 @@ def test_unchanged_weights_are_shared_between_steps(tmp_path):
     states = sample_states()
     first, _ = saved(tmp_path, states)
     states["optimizer"].state["groups"] = [{"lr": 0.5}]
-    job, live = prepare(tmp_path, 8, states, crew=WriterGroup("distributed"), parent=first.name)
+    job, live = prepare(tmp_path, 8, states, writers=WriterGroup("distributed"), parent=first.name)
     result = write(job, live)
     assert result.num_shared > 0
     assert verify(result.path, full=True).ok

@@ -16,7 +16,7 @@ from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.looking.diff import compare_tensors, compare_values
 from surefoot.checkpoint.looking.summary import summarise
-from surefoot.checkpoint.saving.preparation import save
+from surefoot.checkpoint.saving.preparation import WriterGroup, save
 from surefoot.checkpoint.state.roles import FileRole
 from surefoot.checkpoint.state.states import FileState, UnshardedState
 from surefoot.checkpoint.verification import verify
@@ -98,7 +98,7 @@ def test_checkpoints_of_one_network_are_what_they_were_to_the_byte(tmp_path):
     spread = {"layout": "distributed", "mesh": Mesh(dp_shard=3, tp=2)}
     found = {
         "full": full,
-        "distributed": save(tmp_path / "b", 7, model_states(), layout="distributed"),
+        "distributed": save(tmp_path / "b", 7, model_states(), writers=WriterGroup("distributed")),
         "adapter": save(tmp_path / "c", 7, model_states(), kind="adapter"),
         "resharded": reshard(full, tmp_path / "d", **spread).path,
         "cast": reshard(full, tmp_path / "e", dtype="bfloat16").path,

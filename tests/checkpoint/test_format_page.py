@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from surefoot.checkpoint.disk import manifest as index
-from surefoot.checkpoint.disk.bytes import raw
+from surefoot.checkpoint.disk._bytes import raw
 from surefoot.checkpoint.disk.tensorfile import ITEM_SIZES
-from surefoot.checkpoint.saving.preparation import LiveTensors, prepare, save
-from surefoot.checkpoint.saving.writing import WriteShare, write
-from surefoot.parallel.box import Box
+from surefoot.checkpoint.saving._writing import WriteShare, write
+from surefoot.checkpoint.saving.preparation import LiveTensors, WriterGroup, prepare, save
+from surefoot.parallel.sharding import Box
 
 from .sample import sample_states
 from .test_distributed import halves, saved_by_ranks
@@ -39,7 +39,7 @@ def test_the_reader_on_the_page_reads_a_checkpoint(tmp_path, read, limit, layout
     elif layout == "shared":
         folder = saved_by_halves(tmp_path, states)
     else:
-        folder = save(tmp_path, 1, states, layout=layout, **options)
+        folder = save(tmp_path, 1, states, writers=WriterGroup(layout), **options)
     tensors, state = read(folder)
     for name, tensor in states["model"].state.items():
         dtype, shape, values = tensors[f"model/{name}"]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.saving.preparation import save
-from surefoot.checkpoint.sources.source import read_whole
+from surefoot.checkpoint.sources import read_whole
 from surefoot.checkpoint.verification import find_latest, verify
 from surefoot.errors import CheckpointError
 from surefoot.storage import files

@@ -6,7 +6,7 @@ from click.testing import CliRunner
 from folders import save_recipe
 from hub_server import serving
 from surefoot.cli.main import main
-from surefoot.storage import hubs as download
+from surefoot.storage import remote as download
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from surefoot import __version__
 from surefoot.cli.main import listed
 from surefoot.data.rows._row_sources import find_files
 from surefoot.errors import DataError
-from surefoot.storage.os_errors import explain
+from surefoot.storage.files import explain
 
 HEAVY = {"torch", "transformers", "peft", "pydantic", "numpy", "rich", "datasets", "asyncio"}
 HEAVY |= {"ruamel", "pyarrow", "tokenizers", "importlib.metadata"}

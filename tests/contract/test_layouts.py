@@ -13,11 +13,9 @@ from surefoot.checkpoint.layouts.detection import detect_layout
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.looking.diff import compare_tensors
 from surefoot.checkpoint.saving.preparation import save
-from surefoot.checkpoint.sources.copying import copy, described
-from surefoot.checkpoint.sources.source import FolderSource, TensorsInMemory, read_whole
+from surefoot.checkpoint.sources import FolderSource, TensorsInMemory, copy, described, read_whole
 from surefoot.errors import CheckpointError
-from surefoot.parallel.box import Box
-from surefoot.parallel.sharding import Mesh
+from surefoot.parallel.sharding import Box, Mesh
 from surefoot.plugins.mindspore.strategy import ParallelConfig
 from surefoot.plugins.mindspore.writing import write_distributed
 from surefoot.schema import settings

@@ -28,10 +28,9 @@ from checkpoint.sample import blank, same_states, sample_states, tree_bytes
 from surefoot.checkpoint.disk.commit import committed
 from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.saving import _writer_process as writer_process
-from surefoot.checkpoint.saving import writing
+from surefoot.checkpoint.saving import _writing as writing
 from surefoot.checkpoint.saving._writer_process import Background
-from surefoot.checkpoint.saving.preparation import prepare, save
-from surefoot.checkpoint.saving.writer_group import WriterGroup
+from surefoot.checkpoint.saving.preparation import WriterGroup, prepare, save
 from surefoot.checkpoint.verification import find_latest, recover_latest
 from surefoot.errors import CheckpointError
 from surefoot.storage import files
@@ -130,7 +129,9 @@ def jobs(root, step, ranks, layout):
             companions={"config.json": b"{}"},
             parent=f"checkpoint-{step - 1}",
             max_shard_size=900,
-            crew=WriterGroup(layout, rank, ranks, {"dp_replicate": ranks}, partial(exchange, rank)),
+            writers=WriterGroup(
+                layout, rank, ranks, {"dp_replicate": ranks}, partial(exchange, rank)
+            ),
         )
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(ranks)]

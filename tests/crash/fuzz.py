@@ -17,8 +17,8 @@ with atheris.instrument_imports(include=["surefoot"]):
     from surefoot.checkpoint.disk import manifest as index
     from surefoot.checkpoint.disk import strict_json
     from surefoot.checkpoint.disk import tensorfile as header
+    from surefoot.checkpoint.disk.folder import MODEL_INDEX
     from surefoot.checkpoint.layouts.detection import open_weights
-    from surefoot.checkpoint.sources.weights import MODEL_INDEX
     from surefoot.checkpoint.verification import verify
     from surefoot.errors import CheckpointError
     from surefoot.storage import files

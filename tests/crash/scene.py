@@ -11,8 +11,8 @@ from surefoot.checkpoint.disk.retention import drop_all
 from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.saving._snapshot_buffer import FileImages, SnapshotBuffer, places
 from surefoot.checkpoint.saving._writer_process import take
+from surefoot.checkpoint.saving._writing import write
 from surefoot.checkpoint.saving.preparation import prepare, save
-from surefoot.checkpoint.saving.writing import write
 from surefoot.checkpoint.verification import find_latest
 from surefoot.errors import CheckpointError
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from checkpoint.sample import sample_states
+from surefoot.checkpoint.saving._writing import write
 from surefoot.checkpoint.saving.preparation import prepare
-from surefoot.checkpoint.saving.writing import write
 from surefoot.checkpoint.verification import find_latest
 from surefoot.storage import files
 from surefoot.training.callback import TrainerControl, TrainerState

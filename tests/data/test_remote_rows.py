@@ -14,7 +14,7 @@ from surefoot.data.rows.registry import read_entry
 from surefoot.data.section import DataSection
 from surefoot.errors import DataError
 from surefoot.schema.locations import DatasetReference
-from surefoot.storage import hubs as download
+from surefoot.storage import remote as download
 
 ROWS = [{"instruction": f"q{n}", "output": f"a{n}"} for n in range(3)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()

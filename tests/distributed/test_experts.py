@@ -7,7 +7,7 @@ import ranks
 import tiny
 from spread import compare, learn, resume, save, trainer
 from surefoot.checkpoint.layouts.opening import open_folder
-from surefoot.checkpoint.sources.source import read_whole
+from surefoot.checkpoint.sources import read_whole
 from surefoot.checkpoint.verification import verify
 from surefoot.methods import LoRA
 from surefoot.model.weights import FullWeights

@@ -9,7 +9,7 @@ import folders
 import ranks
 from spread import learn, save, trainer
 from surefoot.checkpoint.loading import load
-from surefoot.checkpoint.sources.source import JoinedSource, TensorsInMemory
+from surefoot.checkpoint.sources import JoinedSource, TensorsInMemory
 from surefoot.errors import CheckpointError
 from surefoot.model.weights import places
 from surefoot.parallel.world import ALONE

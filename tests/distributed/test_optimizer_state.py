@@ -11,9 +11,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import ranks
 import surefoot.checkpoint as ckpt
-from surefoot.checkpoint.saving.preparation import prepare
-from surefoot.checkpoint.saving.writer_group import WriterGroup
-from surefoot.checkpoint.saving.writing import write
+from surefoot.checkpoint.saving._writing import write
+from surefoot.checkpoint.saving.preparation import WriterGroup, prepare
 from surefoot.checkpoint.state.states import FileState
 from surefoot.errors import RecipeError
 from surefoot.optim.optimizer import Optimizer
@@ -110,7 +109,7 @@ class Weights(dict):
 def save(world, trained, folder, step, layout):
     crew = WriterGroup(layout, world.rank, world.size, world.axes, world.gathered)
     states = {"model": Weights(trained.named), "optimizer": FileState(trained)}
-    job, live = prepare(folder, step, states, crew=crew)
+    job, live = prepare(folder, step, states, writers=crew)
     write(replace(job, share=False), live)
     world.wait()
     return job.target

@@ -10,7 +10,7 @@ from kept import assert_bitwise, assert_peft_opens, assert_written_once, go_on, 
 from spread import UNEVEN, learn, resume, trainer
 from surefoot.checkpoint.disk.folder import open_checkpoint
 from surefoot.checkpoint.layouts.opening import open_folder
-from surefoot.checkpoint.sources.source import read_whole
+from surefoot.checkpoint.sources import read_whole
 from surefoot.checkpoint.verification import verify
 from surefoot.methods import LoRA
 from surefoot.parallel.world import ALONE

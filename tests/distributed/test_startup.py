@@ -17,8 +17,8 @@ import small
 import tiny
 from counting import Counting
 from spread import learn, save
+from surefoot.checkpoint.saving.preparation import WriterGroup
 from surefoot.checkpoint.saving.saver import AsyncSaver
-from surefoot.checkpoint.saving.writer_group import WriterGroup
 from surefoot.data.section import DataSection
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.codec import Codec

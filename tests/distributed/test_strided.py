@@ -11,7 +11,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 import ranks
 from spread import UNEVEN, save, trainer
 from surefoot.checkpoint.layouts.opening import open_folder
-from surefoot.checkpoint.sources.source import read_whole
+from surefoot.checkpoint.sources import read_whole
 from surefoot.checkpoint.state.states import local_box_of
 
 NAME = "model.embed_tokens.weight"  # of 97 rows, on 4 x 2 processes

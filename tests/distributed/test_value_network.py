@@ -8,9 +8,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ranks
 from surefoot.checkpoint.loading import load
-from surefoot.checkpoint.saving.preparation import prepare
-from surefoot.checkpoint.saving.writer_group import WriterGroup
-from surefoot.checkpoint.saving.writing import write
+from surefoot.checkpoint.saving._writing import write
+from surefoot.checkpoint.saving.preparation import WriterGroup, prepare
 from surefoot.checkpoint.state.states import FileState, UnshardedState
 from surefoot.checkpoint.verification import verify
 
@@ -67,7 +66,7 @@ def leaves(state):
 def write_from(count, root, layout):
     def work(world):
         crew = WriterGroup(layout, world.rank, world.size, world.axes, world.gathered)
-        saved = write(*prepare(root, 3, states(world, 2.0), crew=crew))
+        saved = write(*prepare(root, 3, states(world, 2.0), writers=crew))
         world.wait()
         return saved.path
 

@@ -14,8 +14,7 @@ import tiny
 from spread import UNEVEN, learn, resume, save, trainer
 from surefoot.checkpoint.disk.folder import open_checkpoint
 from surefoot.checkpoint.saving._writer_process import Background
-from surefoot.checkpoint.saving.preparation import prepare
-from surefoot.checkpoint.saving.writer_group import WriterGroup
+from surefoot.checkpoint.saving.preparation import WriterGroup, prepare
 from surefoot.checkpoint.verification import verify
 from surefoot.methods import Freeze, LoRA
 from surefoot.parallel.world import ALONE
@@ -43,7 +42,7 @@ def save_in_background(made, crew, flight, parent=None):
     """As the loop does: a snapshot, and a process beside that writes it."""
     step = made.state.global_step
     folder, kind = made.saver.root, made.saver.kind
-    job, live = prepare(folder, step, states_of(made), kind=kind, crew=crew, parent=parent)
+    job, live = prepare(folder, step, states_of(made), kind=kind, writers=crew, parent=parent)
     flight.start(job, live)
     return job
 
@@ -113,7 +112,7 @@ def test_none_writes_much_more_than_another(count, mesh, tmp_path):
         made = trainer(world, tmp_path, **{**FULL, "hidden_size": 64})
         learn(made, 1)
         crew = WriterGroup("full", world.rank, world.size, world.axes, world.gathered)
-        _, live = prepare(tmp_path, 1, states_of(made), crew=crew)
+        _, live = prepare(tmp_path, 1, states_of(made), writers=crew)
         groups = [tensors for role, tensors in live.groups.items() if role != "state"]
         return sum(t.numel() * t.element_size() for group in groups for t in group.values())
 
@@ -185,7 +184,7 @@ def test_one_that_cannot_reserve_the_space_stops_all_before_a_byte_is_written(tm
     def work(world):
         made = trainer(world, tmp_path, **FULL)
         crew = WriterGroup("full", world.rank, world.size, world.axes, world.gathered)
-        job, live = prepare(tmp_path, 1, states_of(made), crew=crew)
+        job, live = prepare(tmp_path, 1, states_of(made), writers=crew)
         shards = [
             replace(shard, plan=replace(shard.plan, header=replace(h, file_size=1 << 43)))
             for shard in job.shards

@@ -11,9 +11,9 @@ import torch
 
 from folders import save_model, save_recipe
 from plugins.mindspore.real import copied, real  # noqa: F401 - fixtures
-from surefoot.checkpoint.disk.bytes import raw
+from surefoot.checkpoint.disk._bytes import raw
 from surefoot.checkpoint.layouts.detection import open_contents, shown
-from surefoot.checkpoint.sources.source import FolderSource, read_whole
+from surefoot.checkpoint.sources import FolderSource, read_whole
 from surefoot.plugins.mindspore.resume import load_mindspore_checkpoint
 from surefoot.plugins.mindspore.strategy import ParallelConfig
 from surefoot.plugins.mindspore.writing import MindSporeFolder

@@ -23,7 +23,7 @@ import forks
 from project import Project, checkpoints, losses
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.saving import _writer_process as writer_process
-from surefoot.checkpoint.sources.source import read_whole
+from surefoot.checkpoint.sources import read_whole
 from surefoot.checkpoint.verification import verify
 from surefoot.cli import train as imported_early  # noqa: F401
 from surefoot.parallel import launcher as launch

@@ -7,7 +7,7 @@ import torch
 from cli.ckpt.runner import run as ckpt
 from folders import save_adapter, save_model, save_recipe
 from surefoot.checkpoint.layouts.opening import open_named
-from surefoot.checkpoint.sources.source import read_whole
+from surefoot.checkpoint.sources import read_whole
 from surefoot.errors import CheckpointError
 from surefoot.recipe.recipe import load
 from surefoot.run.training_run import build

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from project import Project, assert_same, checkpoints, final_weights, losses, surefoot
 from surefoot.checkpoint.layouts.opening import open_folder
-from surefoot.checkpoint.sources.source import read_whole
+from surefoot.checkpoint.sources import read_whole
 from surefoot.checkpoint.verification import verify
 from surefoot.recipe.recipe import load
 from surefoot.run.training_run import build

@@ -20,7 +20,7 @@ from project import Project, checkpoints, in_child, losses
 from surefoot.batch import Loss, OutputSpec
 from surefoot.checkpoint.converting._resharding import reshard
 from surefoot.checkpoint.layouts.detection import open_contents
-from surefoot.checkpoint.sources.source import FolderSource, read_whole
+from surefoot.checkpoint.sources import FolderSource, read_whole
 from surefoot.checkpoint.verification import verify
 from surefoot.cli.main import main
 from surefoot.network.network import Network

@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 from folders import save_data, save_model, save_recipe
 from surefoot.checkpoint.layouts.detection import open_contents
-from surefoot.checkpoint.sources.source import FolderSource, read_whole
+from surefoot.checkpoint.sources import FolderSource, read_whole
 from surefoot.model.section import ModelSection
 from surefoot.network.shard_loading import init_on_meta
 from surefoot.plugins.mindspore.recipe import convert as convert_recipe

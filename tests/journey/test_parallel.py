@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from project import Project, checkpoints, losses, start, surefoot
 from surefoot.checkpoint.disk.commit import being_written
 from surefoot.checkpoint.layouts.opening import open_folder
-from surefoot.checkpoint.sources.source import read_whole
+from surefoot.checkpoint.sources import read_whole
 from surefoot.checkpoint.verification import verify
 from surefoot.recipe.recipe import load
 

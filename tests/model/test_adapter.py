@@ -12,7 +12,7 @@ import tiny
 from folders import edit_json, save_adapter, save_model
 from surefoot.checkpoint.layouts.adapter_merge import merged
 from surefoot.checkpoint.layouts.opening import open_folder
-from surefoot.checkpoint.sources.source import read_whole
+from surefoot.checkpoint.sources import read_whole
 from surefoot.errors import ModelError, SurefootError
 from surefoot.model.adapter_files import add_named, attach, attach_empty, is_addable
 

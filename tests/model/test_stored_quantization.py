@@ -18,7 +18,7 @@ from surefoot.errors import ModelError
 from surefoot.model.config import dequantization, read_config
 from surefoot.model.section import ModelSection
 from surefoot.network.shard_loading import init_on_meta
-from surefoot.parallel.box import Box
+from surefoot.parallel.sharding import Box
 from surefoot.parallel.world import ALONE
 from surefoot.use.model_loading import open_model
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.parallel.box import Box, is_covered_once
+from surefoot.parallel.sharding import Box, is_covered_once
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 

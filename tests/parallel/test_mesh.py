@@ -4,8 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.parallel.box import Box, is_covered_once
-from surefoot.parallel.sharding import Mesh
+from surefoot.parallel.sharding import Box, Mesh, is_covered_once
 
 
 def test_the_axes_of_a_mesh_are_those_of_a_run():

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import surefoot
 from folders import save_data, save_model, save_recipe
 from surefoot.checkpoint.layouts.opening import open_folder
-from surefoot.checkpoint.sources.source import read_whole
+from surefoot.checkpoint.sources import read_whole
 from surefoot.errors import ModelError
 from surefoot.model.tokenizer import load_tokenizer
 from surefoot.use import export

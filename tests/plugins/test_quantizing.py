@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import surefoot
 from folders import save_adapter, save_data, save_model, save_recipe
 from surefoot.checkpoint.layouts.opening import open_folder
-from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
+from surefoot.checkpoint.sources import TensorsInMemory, read_whole
 from surefoot.cli.main import main
 from surefoot.errors import CheckpointError, ModelError
-from surefoot.parallel.box import Box
+from surefoot.parallel.sharding import Box
 from surefoot.use import export, open_model
 
 pytest.importorskip("compressed_tensors")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from surefoot.checkpoint.sources.source import TensorsInMemory
-from surefoot.parallel.box import Box
+from surefoot.checkpoint.sources import TensorsInMemory
+from surefoot.parallel.sharding import Box
 from surefoot.use.exporting.conversion import Grown
 
 WEIGHT = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))

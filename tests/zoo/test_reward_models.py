@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from surefoot.batch import OutputSpec
-from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
+from surefoot.checkpoint.sources import TensorsInMemory, read_whole
 from surefoot.data.text.collation import collate
 from surefoot.errors import ModelError
 from surefoot.model import outputs

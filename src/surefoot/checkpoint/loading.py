@@ -14,10 +14,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError, counted
-from ..parallel.box import Box
+from ..parallel.sharding import Box
 from ..storage import files
 from ..storage.parallel_work import in_parallel
-from .disk.bytes import DTYPES, fill, new_tensor, read_box
+from .disk._bytes import DTYPES, fill, new_tensor, read_box
 from .disk.folder import CheckpointFolder, open_checkpoint
 from .disk.manifest import Piece
 from .disk.tensorfile import TensorFile

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ..storage.address import Address
+from ..storage.remote import Address
 from .disk.manifest import Layout
 from .disk.retention import RetentionPolicy
 

@@ -75,8 +75,7 @@ def export(path: str, out: Path, verify: bool, kind: str | None, **options: Any)
 
     `surefoot export verify OUT` verifies it again.
     """
-    from ..checkpoint.converting.origin import OptionError
-    from ..checkpoint.converting.targets import TARGETS
+    from ..checkpoint.converting.targets import TARGETS, OptionError
     from ..use.exporting.conversion import export_as
     from ..use.exporting.receipt import receipt_path
 

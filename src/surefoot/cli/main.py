@@ -15,7 +15,7 @@ from .. import __version__
 from ..errors import OUT_OF_MEMORY, LostPeerError, OutOfMemoryError, SurefootError, shortened
 from ..extensions import bundled_commands, entries, imported
 from ..log import configure
-from ..storage.os_errors import explain
+from ..storage.files import explain
 from ..terminal_text import visible
 
 _ECHO = 10.0  # seconds for the process that has more to say, upon which the launcher ends this one

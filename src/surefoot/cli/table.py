@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..checkpoint.layouts.detection import names_save
-from ..storage.address import Address, is_address
+from ..storage.remote import Address, is_address
 from ..terminal_text import one_line, plain
 
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -181,6 +181,6 @@ def local(checkpoint: Path | Address) -> Path:
     """The checkpoint's folder; for a URL, that of its copy in the cache."""
     if isinstance(checkpoint, Path):
         return checkpoint
-    from ..checkpoint.remote import stores
+    from ..checkpoint.looking.listing import stores
 
     return stores().fetch(checkpoint)

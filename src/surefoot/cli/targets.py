@@ -19,7 +19,7 @@ from ..schema import Setting, settings
 from ..schema.named_values import pairs
 
 if TYPE_CHECKING:
-    from ..checkpoint.converting.origin import Target
+    from ..checkpoint.converting.targets import Target
 
 
 _MESH = "for example dp_shard=4,tp=2"

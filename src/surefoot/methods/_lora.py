@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-    from ..checkpoint.sources.source import Shape, TensorSource
+    from ..checkpoint.sources import Shape, TensorSource
     from ..model.lora_targets import Targets
     from ..network.method import UnshardedWeights
 

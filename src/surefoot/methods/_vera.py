@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import CheckpointError
-from ..parallel.box import Box
+from ..parallel.sharding import Box
 from ..schema import must
 from ..storage.weight_files import ADAPTER_PREFIX
 from .adapter import AdapterMethod
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     from peft import PeftConfig
 
-    from ..checkpoint.sources.source import Shape, TensorSource
+    from ..checkpoint.sources import Shape, TensorSource
 
 A, B = "base_model.vera_A", "base_model.vera_B"  # [R, most I] and [most O, R], in files
 _D, _B = ".vera_lambda_d", ".vera_lambda_b"  # [R] and [O], of a layer

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-    from ..checkpoint.sources.source import Shape, TensorSource
+    from ..checkpoint.sources import Shape, TensorSource
     from ..model.lora_targets import Targets
     from ..model.section import ModelSection
     from ..network.method import UnshardedWeights

@@ -31,7 +31,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ..batch import Batch
 from ..errors import RecipeError, counted
-from ..parallel.collectives import local
+from ..parallel.world import local
 from .lora_targets import layer_list
 
 _KEY = "method.lora.new_tokens"

@@ -34,8 +34,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from ..errors import ModelError, counted, first_line
 from ..storage import files
-from ..storage.address import is_address
-from ..storage.hubs import HUBS, HubError
+from ..storage.remote import HUBS, HubError, is_address
 from ..storage.weight_files import is_adapter
 from .config import (
     as_dequantized,

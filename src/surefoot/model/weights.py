@@ -27,8 +27,8 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.core_model_loading import revert_weight_conversion
 
 from ..errors import CheckpointError, ModelError, counted
-from ..parallel.collectives import local
 from ..parallel.sharding import Cuts, FusedSlice, local_offset_and_shape
+from ..parallel.world import local
 from .adapters import has_frozen, together
 from .config import with_old_rope
 from .section import ModelSection

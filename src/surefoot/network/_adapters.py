@@ -35,8 +35,7 @@ from ..model.adapters import start_rule as rule_of
 from ..model.config import dequantized
 from ..model.loading import device
 from ..model.weights import AdapterWeights
-from ..parallel.box import Box
-from ..parallel.sharding import axes
+from ..parallel.sharding import Box, axes
 from .draft import Draft
 from .shard_loading import Reader, ShardLoader, piece
 

@@ -19,14 +19,13 @@ from ..model import outputs
 from ..model.numerics import PrecisionName, autocast
 from ..model.pipeline_stages import IdentityStub, Stages, keep, plan_pipeline_stages
 from ..optim.trained import TrainedParameters
-from ..parallel.collectives import Axis, MeshAxis
 from ..parallel.pipeline import Finish, Pipeline, connect, tie
 from ..parallel.section import ParallelSection
 from ..parallel.sharded_model import gather_nothing, reduce_gradients
 from ..parallel.sharding import Cuts
 from ..parallel.tensor_parallel import placed, widened
 from ..parallel.tp_plan import LayerRange
-from ..parallel.world import World
+from ..parallel.world import Axis, MeshAxis, World
 from .method import UnshardedWeights, Weights
 
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.layouts.detection import is_sequence_classification
 from ..checkpoint.layouts.opening import SCORE, open_folder, open_role
-from ..checkpoint.sources.source import CastSource, Renamed, TensorSource, read_whole
+from ..checkpoint.sources import CastSource, Renamed, TensorSource, read_whole
 from ..errors import CheckpointError, ModelError, RecipeError
 from ..model.weights import UndividedWeights
 from ..parallel.sharding import Cuts

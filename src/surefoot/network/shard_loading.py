@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.layouts.adapter_merge import same_values
 from ..checkpoint.layouts.opening import open_named
-from ..checkpoint.sources.source import ComputedSource, TensorSource, read_whole
+from ..checkpoint.sources import ComputedSource, TensorSource, read_whole
 from ..checkpoint.state.states import BLOCK, local_box_of
 from ..errors import CheckpointError, ModelError
 from ..model.adapters import has_exact_lengths, lengths
@@ -41,8 +41,7 @@ from ..model.packed_attention import uses_document_attention
 from ..model.quantization import QuantizedWeight
 from ..model.section import ModelSection
 from ..model.weights import place
-from ..parallel.box import Box
-from ..parallel.sharding import Cuts
+from ..parallel.sharding import Box, Cuts
 from ..parallel.world import World
 
 logger = logging.getLogger(__name__)

@@ -20,9 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ..batch import Batch, Loss, LossFunction, Outputs, Window
-from .collectives import local
 from .section import ScheduleName
-from .world import World
+from .world import World, local
 
 T = TypeVar("T")
 Advance = Callable[[int, Batch, torch.Tensor | None], torch.Tensor]

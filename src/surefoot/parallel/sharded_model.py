@@ -23,12 +23,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
-from .collectives import MeshAxis, gather_from_tp_region, local
+from ._collectives import gather_from_tp_region
 from .section import ParallelSection, launched
 from .sharding import DATA_AXES, AxisShard, Cuts
 from .tensor_parallel import AXIS, cut_tensors
 from .tp_plan import LayerRange, cuts_vocabulary
-from .world import World
+from .world import MeshAxis, World, local
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,4 +1,5 @@
-"""The process group of a run, as one rank sees it: its place, and how ranks communicate."""
+"""The process group of a run, as one rank sees it: its place, the axes of the mesh, and how ranks
+communicate."""
 
 from __future__ import annotations
 
@@ -10,11 +11,13 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ..errors import LostPeerError, RunError, SurefootError
 from ..log import announced
@@ -302,3 +305,84 @@ def vote_on_memory(world: World) -> Iterator[None]:
         shortage = allocator_message(error)
     if world.largest([float(shortage is not None)])[0]:
         raise AgreedShortageError(shortage or "out of memory on another rank")
+
+
+class Axis(Protocol):
+    """One mesh axis, as seen by one of its ranks."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+
+    @property
+    def rank(self) -> int:
+        """The position of this rank."""
+
+    def spread(self, whole: nn.Parameter, dim: int | None) -> nn.Parameter:
+        """The replacement of ``whole``, which is freed: sharded along ``dim``, or replicated."""
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """A new tensor: the sum of all ranks' ``x``."""
+
+    def largest(self, x: torch.Tensor) -> torch.Tensor:
+        """A new tensor: the elementwise maximum of all ranks' ``x``."""
+
+    def each(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """All ranks' ``x``, which have one shape."""
+
+    def sum_of_mine(self, parts: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' ``parts[rank]``."""
+
+
+@dataclass(frozen=True)
+class MeshAxis:
+    """An axis with real ranks. Parameters that are sharded over it are DTensors."""
+
+    mesh: DeviceMesh  # of one dimension
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.mesh.size()
+
+    @property
+    def rank(self) -> int:
+        """The position of this rank."""
+        return self.mesh.get_local_rank()
+
+    def spread(self, whole: nn.Parameter, dim: int | None) -> nn.Parameter:
+        """A DTensor; every rank has the same ``whole``."""
+        placement = Replicate() if dim is None else Shard(dim)
+        values = distribute_tensor(whole.detach(), self.mesh, [placement], src_data_rank=None)
+        whole.data = whole.data.new_empty(0)
+        return nn.Parameter(values, requires_grad=whole.requires_grad)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """By an all-reduce."""
+        return self._reduced(x, dist.ReduceOp.SUM)
+
+    def largest(self, x: torch.Tensor) -> torch.Tensor:
+        """By an all-reduce."""
+        return self._reduced(x, dist.ReduceOp.MAX)
+
+    def each(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """By an all-gather."""
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x, group=self.mesh.get_group())
+        return parts
+
+    def sum_of_mine(self, parts: torch.Tensor) -> torch.Tensor:
+        """By a reduce-scatter."""
+        total = parts.new_empty(1, *parts.shape[1:])
+        dist.reduce_scatter_tensor(total, parts, group=self.mesh.get_group())
+        return total[0]
+
+    def _reduced(self, x: torch.Tensor, how: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, op=how, group=self.mesh.get_group())
+        return total
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of ``tensor``, as a plain tensor that shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

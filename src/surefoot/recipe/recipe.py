@@ -39,7 +39,7 @@ from ..schema import (
 )
 from ..schema.locations import DatasetReference, FunctionPath, ModelPath, locate
 from ..stages import STAGES
-from ..storage.address import is_address
+from ..storage.remote import is_address
 from ..training.section import TrainSection
 from ..training.stage import Stage
 from .files import SUFFIXES, read_text, recipe_in

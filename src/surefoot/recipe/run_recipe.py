@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import schema
-from ..checkpoint.disk import trainer_state
 from ..checkpoint.disk.commit import named
+from ..checkpoint.disk.folder import TrainerStateFile, load_trainer_state
 from ..checkpoint.disk.retention import RetentionPolicy, more_is_better
 from ..checkpoint.looking.listing import PruneOptions
 from ..checkpoint.section import CheckpointSection
@@ -47,7 +47,7 @@ def best_of(checkpoint: Path) -> str | None:
         recipe = checkpoint / RUN_RECIPE
     try:
         train = parse(read_text(recipe, follow=False)).data["train"]  # type: ignore[index]
-        step = trainer_state.read(trainer_state.load(checkpoint)).best_step
+        step = TrainerStateFile.of(load_trainer_state(checkpoint)).best_step
     except (RecipeError, CheckpointError, KeyError, TypeError):
         return None
     ends_with_best = isinstance(train, Mapping) and train.get("load_best_model_at_end") is True

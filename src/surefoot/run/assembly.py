@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ..checkpoint.disk.folder import tokenizer_of
 from ..checkpoint.loading import load as load_checkpoint
+from ..checkpoint.saving.preparation import WriterGroup
 from ..checkpoint.saving.saver import AsyncSaver, SaveListener
-from ..checkpoint.saving.writer_group import WriterGroup
 from ..data.text.codec import Codec
 from ..model import weights
 from ..model.base_identity import BaseModel

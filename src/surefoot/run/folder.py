@@ -14,7 +14,7 @@ from pathlib import Path
 from .. import schema
 from ..checkpoint.disk.commit import clean, committed, new_nonce, step_of
 from ..checkpoint.layouts.detection import has_manifest, names_save
-from ..checkpoint.remote import RemoteRun, stores
+from ..checkpoint.looking.listing import RemoteRun, stores
 from ..checkpoint.verification import (
     expect_valid,
     find_latest,
@@ -29,9 +29,9 @@ from ..extensions import Extended
 from ..parallel.world import ALONE, World
 from ..recipe.files import RUN_RECIPE
 from ..recipe.recipe import Recipe, changes, dump, load
-from ..storage.address import Address, is_address
 from ..storage.files import digest, is_folder, raising, size_of, write_aside, write_new
 from ..storage.folder_lock import lock
+from ..storage.remote import Address, is_address
 from ..training.callback import TrainerCallback
 from ..training.section import TrainSection
 

@@ -16,7 +16,7 @@ import torch
 from ..checkpoint.disk.commit import named
 from ..checkpoint.disk.manifest import MANIFEST
 from ..checkpoint.layouts.detection import detect_layout
-from ..checkpoint.sources.source import Shape, TensorSource
+from ..checkpoint.sources import Shape, TensorSource
 from ..checkpoint.state.states import local_box_of
 from ..errors import CheckpointError, RunError, counted
 from ..extensions import Extended

@@ -39,8 +39,8 @@ from ..schema import is_section
 from ..schema.locations import DatasetReference
 from ..stages import STAGES
 from ..storage import files
-from ..storage.address import Address
 from ..storage.files import digest
+from ..storage.remote import Address
 from ..training.stage import POLICY, Stage
 
 VARIANTS: Mapping[str, tuple[Extended[type[Any]], type]] = {

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Union
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from ..storage.address import Address
+from ..storage.remote import Address
 from .locations import DatasetReference, FunctionPath, ModelPath
 
 Keys = tuple[str | int, ...]  # the way to a value: section, variant, field, index in a list

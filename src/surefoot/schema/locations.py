@@ -16,7 +16,7 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from ..storage import files
-from ..storage.address import is_address
+from ..storage.remote import is_address
 
 DATA_FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt", ".arrow")
 

@@ -1,9 +1,8 @@
 """The one seam to the disk, and what every room needs of the machine.
 
 ``files`` writes and reads whatever must survive a crash, and opens the files of strangers.
-``folder_lock`` says who has a folder, ``disk_usage`` what it costs, ``weight_files`` what kind it
-is and what its tensors are called. ``child`` is a process that this one starts, ``parallel_work``
-its threads, ``memory`` what is free. ``address`` names a folder in an object store, ``hubs`` says
-what a hub is and where downloads meet, ``web`` is what both HTTP servers share. No module here
-knows a recipe, a checkpoint or torch.
+``folder_lock`` says who has a folder, ``weight_files`` what kind it is and what its tensors are
+called. ``child`` is a process that this one starts, ``parallel_work`` its threads, ``memory`` what
+is free. ``remote`` names folders in object stores, says what a hub is and where downloads meet.
+``web`` is what both HTTP servers share. No module here knows a recipe, a checkpoint or torch.
 """

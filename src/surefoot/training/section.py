@@ -13,8 +13,7 @@ from ..checkpoint.disk.retention import more_is_better
 from ..errors import RecipeError
 from ..extensions import Extended
 from ..schema import Unset, Variants, must
-from ..storage.address import Address, default_cache
-from ..storage.hubs import is_repository_name
+from ..storage.remote import Address, default_cache, is_repository_name
 
 _HALF_A_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(/|$)")  # as a path, s3:// has lost a slash
 

@@ -18,9 +18,7 @@ from typing import Any
 
 from ..checkpoint.disk.commit import committed, step_of
 from ..checkpoint.disk.manifest import Kind
-from ..checkpoint.saving.preparation import prepare
-from ..checkpoint.saving.writer_group import WriterGroup
-from ..checkpoint.saving.writing import write
+from ..checkpoint.saving.preparation import WriterGroup, save
 from ..checkpoint.state.roles import MODEL
 from ..errors import RunError, SurefootError, counted
 from ..generate.generation import room
@@ -99,15 +97,14 @@ class ServedPolicy:
         """The weights of now as files, like those of a checkpoint."""
         root = self.run / FOLDER
         self.world.on_main(lambda: _clear(root))
-        job, live = prepare(
+        folder = save(
             root,
             version,
             {MODEL: self.network.weights},
             kind=self.kind,
             companions=self.companions,
-            crew=self.writers,
+            writers=self.writers,
         )
-        folder = write(job, live).path
         self.world.wait()
         return folder.absolute()
 

@@ -30,8 +30,8 @@ from ..network.network import Network
 from ..optim.bf16_weights import move_weights
 from ..optim.optimizer import Schedule
 from ..optim.trained import TrainedParameters
-from ..parallel.collectives import local
 from ..parallel.sharded_model import gather_nothing, global_norm
+from ..parallel.world import local
 from .section import TrainSection
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]  # each of some float64 values, over processes

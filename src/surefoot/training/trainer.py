@@ -12,9 +12,9 @@ from signal import Signals
 from typing import Any
 
 from ..batch import Window
-from ..checkpoint.disk import retention
 from ..checkpoint.disk.commit import step_of
-from ..checkpoint.disk.trainer_state import finite
+from ..checkpoint.disk.folder import metrics_in
+from ..checkpoint.disk.strict_json import finite
 from ..checkpoint.loading import load
 from ..checkpoint.saving.saver import AsyncSaver
 from ..checkpoint.state.roles import MODEL, Stateful
@@ -397,7 +397,7 @@ class Trainer:
         """What decides which checkpoints stay: the metric by step, and the best step."""
         state = self.state
         return {
-            "metrics": retention.metrics_in(state.log_history, self.section.metric_for_best_model),
+            "metrics": metrics_in(state.log_history, self.section.metric_for_best_model),
             "protected": () if state.best_global_step is None else (state.best_global_step,),
         }
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.converting.origin import read_config
+from ..checkpoint.converting.targets import read_config
 from ..checkpoint.disk.commit import named, step_of
 from ..checkpoint.layouts.detection import detect_layout, open_weights
-from ..checkpoint.remote import stores
+from ..checkpoint.looking.listing import stores
 from ..checkpoint.verification import verify
 from ..errors import CheckpointError, ModelError, RecipeError, counted
 from ..model.loading import fetch
@@ -20,7 +20,7 @@ from ..recipe.recipe import Recipe, load
 from ..recipe.run_recipe import NONE_DAMAGED, Damaged, best_of, checkpoint_of
 from ..schema.locations import DATA_FILES
 from ..storage import files
-from ..storage.address import Address, is_address
+from ..storage.remote import Address, is_address
 from ..storage.weight_files import is_adapter as has_adapter
 
 logger = logging.getLogger(__name__)

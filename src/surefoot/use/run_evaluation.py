@@ -27,8 +27,8 @@ from ..parallel.section import ParallelSection
 from ..parallel.world import World
 from ..recipe.recipe import Recipe
 from ..storage import files
-from ..storage.address import Address
 from ..storage.files import make_folder, raising, write_aside
+from ..storage.remote import Address
 from ._model_location import locate
 from .evaluation import HeldOut, adopt, auxiliary_columns, held_out, measure, num_batches, staying
 from .model_loading import LoadedModel, open_start, open_to_measure

@@ -6,11 +6,11 @@ from hypothesis import given
 from safetensors.torch import load_file, save_file
 
 from parallel.test_box import shapes_and_boxes
-from surefoot.checkpoint.disk import bytes as stored
+from surefoot.checkpoint.disk import _bytes as stored
 from surefoot.checkpoint.disk import tensorfile
 from surefoot.checkpoint.disk.tensorfile import plan_save
 from surefoot.errors import CheckpointError
-from surefoot.parallel.box import Box
+from surefoot.parallel.sharding import Box
 from surefoot.storage import files
 
 from ..sample import num_open, same_bits

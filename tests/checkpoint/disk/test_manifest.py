@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from surefoot.checkpoint.disk.manifest import Manifest, Piece, dump, is_plain_name, parse
 from surefoot.errors import CheckpointError
-from surefoot.parallel.box import Box
+from surefoot.parallel.sharding import Box
 from surefoot.storage.files import digest
 
 HASH = "0123456789abcdef" * 2

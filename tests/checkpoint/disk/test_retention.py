@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from project import Project, checkpoints, surefoot
 from surefoot.checkpoint.disk.commit import clean, committed
+from surefoot.checkpoint.disk.folder import metrics_in
 from surefoot.checkpoint.disk.retention import (
     NAME,
     RetentionPolicy,
     decide,
     drop_all,
-    metrics_in,
     more_is_better,
     pin,
     pinned,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save
 
-from surefoot.checkpoint.disk.bytes import DTYPES
+from surefoot.checkpoint.disk._bytes import DTYPES
 from surefoot.checkpoint.disk.tensorfile import (
     ALIGNMENT,
     ITEM_SIZES,

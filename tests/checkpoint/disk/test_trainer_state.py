@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.checkpoint.disk import trainer_state
+from surefoot.checkpoint.disk.folder import TrainerStateFile, load_trainer_state
 from surefoot.errors import CheckpointError
 
 JSON = st.recursive(
@@ -24,7 +24,7 @@ FIELDS = ("global_step", "best_global_step", "best_model_checkpoint", "log_histo
     )
 )
 def test_nothing_in_it_makes_the_reader_fall(raw):
-    state = trainer_state.read(raw)
+    state = TrainerStateFile.of(raw)
     assert state.step is None or state.step >= 0
     assert isinstance(state.last("loss"), float | None)
     assert isinstance(state.at("loss", 3), float | None)
@@ -32,7 +32,7 @@ def test_nothing_in_it_makes_the_reader_fall(raw):
 
 def test_the_last_loss_and_the_one_of_a_step():
     history = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2}, {"step": 2, "eval_loss": 1.0}, 7]
-    state = trainer_state.read({"log_history": history})
+    state = TrainerStateFile.of({"log_history": history})
     assert (state.last("loss"), state.at("loss", 1), state.at("eval_loss", 1)) == (2.0, 3.0, None)
     assert state.at("loss", None) is None and state.last("none") is None
 
@@ -48,13 +48,13 @@ def test_the_last_loss_and_the_one_of_a_step():
     ],
 )
 def test_the_best_step(raw, step):
-    assert trainer_state.read(raw).best_step == step
+    assert TrainerStateFile.of(raw).best_step == step
 
 
 def test_numbers_that_json_does_not_know_are_read(tmp_path):
     (tmp_path / "trainer_state.json").write_text('{"a": NaN, "b": -Infinity}')
-    found = trainer_state.load(tmp_path)
+    found = load_trainer_state(tmp_path)
     assert json.dumps(found) == '{"a": NaN, "b": -Infinity}'
     (tmp_path / "trainer_state.json").write_text("[]")
     with pytest.raises(CheckpointError, match="expected a JSON object"):
-        trainer_state.load(tmp_path)
+        load_trainer_state(tmp_path)

@@ -10,9 +10,9 @@ from surefoot.checkpoint.layouts.detection import (
     states_of,
 )
 from surefoot.checkpoint.saving.preparation import save
-from surefoot.checkpoint.sources.source import FolderSource
+from surefoot.checkpoint.sources import FolderSource
 from surefoot.errors import CheckpointError
-from surefoot.parallel.box import Box
+from surefoot.parallel.sharding import Box
 
 from ..sample import Holder, same_bits, sample_states
 

@@ -15,8 +15,7 @@ from surefoot.checkpoint.layouts.layout import file_name, shard_files
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.looking.summary import summarise
 from surefoot.checkpoint.saving.preparation import save
-from surefoot.checkpoint.sources.copying import copy
-from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
+from surefoot.checkpoint.sources import TensorsInMemory, copy, read_whole
 from surefoot.checkpoint.verification import verify
 from surefoot.errors import CheckpointError
 from surefoot.parallel.sharding import Mesh

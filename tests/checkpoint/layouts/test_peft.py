@@ -17,10 +17,9 @@ from transformers import (
 from surefoot.checkpoint.layouts.adapter_merge import merged
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.saving.preparation import save
-from surefoot.checkpoint.sources.copying import copy
-from surefoot.checkpoint.sources.source import CastSource, TensorsInMemory, read_whole
+from surefoot.checkpoint.sources import CastSource, TensorsInMemory, copy, read_whole
 from surefoot.errors import CheckpointError
-from surefoot.parallel.box import Box
+from surefoot.parallel.sharding import Box
 
 from ..sample import Holder
 

@@ -9,8 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from surefoot.checkpoint.looking.diff import compare_tensors, compare_values
-from surefoot.checkpoint.looking.values import ValueChange, differences
+from surefoot.checkpoint.looking.diff import (
+    ValueChange,
+    compare_tensors,
+    compare_values,
+    differences,
+)
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.errors import CheckpointError
 from surefoot.storage.files import digest

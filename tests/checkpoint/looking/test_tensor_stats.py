@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.checkpoint.disk.bytes import DTYPES
+from surefoot.checkpoint.disk._bytes import DTYPES
 from surefoot.checkpoint.looking import diff as module
 from surefoot.checkpoint.looking.diff import norm, norms
-from surefoot.checkpoint.sources.source import TensorsInMemory
+from surefoot.checkpoint.sources import TensorsInMemory
 
 MEMORY = """
 import json, os, resource, sys
@@ -21,7 +21,7 @@ from pathlib import Path
 from surefoot.checkpoint.layouts.detection import open_contents
 from surefoot.checkpoint.looking.diff import compare_tensors
 from surefoot.checkpoint.looking.diff import norms
-from surefoot.checkpoint.sources.source import FolderSource
+from surefoot.checkpoint.sources import FolderSource
 
 folder = Path(sys.argv[1])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

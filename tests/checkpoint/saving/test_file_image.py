@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 from surefoot.checkpoint.disk.tensorfile import plan_save, ranges_of
 from surefoot.checkpoint.saving._snapshot_buffer import image_of
-from surefoot.checkpoint.saving.writing import Shard, WriteShare
-from surefoot.parallel.box import Box
+from surefoot.checkpoint.saving._writing import Shard, WriteShare
+from surefoot.parallel.sharding import Box
 from surefoot.storage.files import PAGE
 
 (PLAN,) = plan_save(

@@ -8,20 +8,20 @@ import traceback
 import pytest
 import torch
 
-from surefoot.checkpoint.disk.bytes import describe
+from surefoot.checkpoint.disk._bytes import describe
 from surefoot.checkpoint.disk.commit import clean, committed
 from surefoot.checkpoint.disk.manifest import STATE
 from surefoot.checkpoint.disk.tensorfile import plan_save
 from surefoot.checkpoint.layouts.opening import open_folder
-from surefoot.checkpoint.saving import writing
+from surefoot.checkpoint.saving import _writing as writing
 from surefoot.checkpoint.saving._snapshot_buffer import FileImages, SnapshotBuffer, image_of, places
 from surefoot.checkpoint.saving._writer_process import take
+from surefoot.checkpoint.saving._writing import Job, Shard, WriteShare, write
 from surefoot.checkpoint.saving.preparation import LiveTensors
-from surefoot.checkpoint.saving.writing import Job, Shard, WriteShare, write
-from surefoot.checkpoint.sources.source import read_whole
+from surefoot.checkpoint.sources import read_whole
 from surefoot.checkpoint.verification import verify
 from surefoot.errors import CheckpointError
-from surefoot.parallel.box import Box
+from surefoot.parallel.sharding import Box
 from surefoot.storage import files
 
 RANKS = 3

@@ -11,19 +11,18 @@ import pytest
 import torch
 
 import warm
-from surefoot.checkpoint.disk.bytes import describe
+from surefoot.checkpoint.disk._bytes import describe
 from surefoot.checkpoint.disk.commit import committed
 from surefoot.checkpoint.disk.manifest import STATE
 from surefoot.checkpoint.disk.tensorfile import plan_save
 from surefoot.checkpoint.layouts.opening import open_folder
-from surefoot.checkpoint.saving import writing
+from surefoot.checkpoint.saving import _writing as writing
+from surefoot.checkpoint.saving._writing import Job, Shard, write
 from surefoot.checkpoint.saving.preparation import LiveTensors
-from surefoot.checkpoint.saving.writing import Job, Shard, write
-from surefoot.checkpoint.sources.source import read_whole
+from surefoot.checkpoint.sources import read_whole
 from surefoot.checkpoint.verification import verify
 from surefoot.errors import CheckpointError
-from surefoot.parallel.box import Box
-from surefoot.parallel.sharding import chunk
+from surefoot.parallel.sharding import Box, chunk
 from surefoot.storage import files
 
 WHOLE = {"a.weight": torch.arange(21.0).reshape(7, 3), "b.weight": torch.arange(2.0)}
@@ -125,7 +124,7 @@ import os, sys
 from pathlib import Path
 sys.path[:0] = sys.argv[2:]
 from checkpoint.saving.test_joint import job
-from surefoot.checkpoint.saving import writing
+from surefoot.checkpoint.saving import _writing as writing
 def act(folder):
     os._exit(9)
 writing.write_own_part(job(Path(sys.argv[1]), 2)[0], act, lambda: False)

@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surefoot.checkpoint.disk.tensorfile import ITEM_SIZES, num_bytes
-from surefoot.checkpoint.saving.writer_group import LocalTensor, balance
+from surefoot.checkpoint.saving._balancing import LocalTensor, balance
 from surefoot.errors import CheckpointError
-from surefoot.parallel.box import Box
-from surefoot.parallel.sharding import AxisShard, local_offset_and_shape
+from surefoot.parallel.sharding import AxisShard, Box, local_offset_and_shape
 
 MEBI = 1 << 20
 

@@ -10,8 +10,8 @@ import torch
 from crash.system import System, fails
 from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.saving._writer_process import Background
+from surefoot.checkpoint.saving._writing import write
 from surefoot.checkpoint.saving.preparation import prepare, save
-from surefoot.checkpoint.saving.writing import write
 from surefoot.checkpoint.verification import verify
 from surefoot.storage import files
 

@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.saving.preparation import save
-from surefoot.checkpoint.sources.copying import copy
-from surefoot.checkpoint.sources.source import TensorsInMemory
+from surefoot.checkpoint.sources import TensorsInMemory, copy
 from surefoot.errors import CheckpointError
 from surefoot.storage import files
 
@@ -119,7 +118,7 @@ def test_what_a_killed_copy_left_is_removed_by_the_next(tmp_path):
 MEASURE = """
 import resource, sys
 from pathlib import Path
-from surefoot.checkpoint.sources.copying import copy
+from surefoot.checkpoint.sources import copy
 from surefoot.checkpoint.layouts.opening import open_folder
 source, target = map(Path, sys.argv[1:])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

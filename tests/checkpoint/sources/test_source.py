@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from parallel.test_box import boxes
+from surefoot.checkpoint import sources as sources
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.saving.preparation import save
-from surefoot.checkpoint.sources import source as sources
-from surefoot.checkpoint.sources.source import (
+from surefoot.checkpoint.sources import (
     CastSource,
     JoinedSource,
     Renamed,
@@ -18,7 +18,7 @@ from surefoot.checkpoint.sources.source import (
     read_whole,
 )
 from surefoot.errors import CheckpointError, DamagedFileError
-from surefoot.parallel.box import Box
+from surefoot.parallel.sharding import Box
 from surefoot.plugins.mindspore.naming import InterleavedSource, turns_of
 
 from ..sample import Holder, num_open, same_bits

@@ -17,12 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from surefoot.checkpoint.saving._balancing import LocalTensor, balance
 from surefoot.checkpoint.saving.preparation import save
-from surefoot.checkpoint.saving.writer_group import LocalTensor, balance
 from surefoot.checkpoint.state.states import local_box_of
 from surefoot.errors import CheckpointError
-from surefoot.parallel.box import Box
-from surefoot.parallel.sharding import AxisShard
+from surefoot.parallel.sharding import AxisShard, Box
 
 from ..sample import Holder
 

@@ -17,7 +17,7 @@ from folders import save_recipe
 from plugins.trainers.zero_folders import write_zero
 from surefoot.checkpoint.converting.targets import write_dcp
 from surefoot.checkpoint.saving.preparation import save
-from surefoot.checkpoint.sources.source import TensorsInMemory
+from surefoot.checkpoint.sources import TensorsInMemory
 from surefoot.recipe.recipe import load
 from surefoot.run.training_run import build
 

@@ -12,7 +12,7 @@ import commands
 from folders import save_model, save_recipe
 from plugins.mindspore.real import rank_file, rewrite
 from surefoot.checkpoint.layouts.detection import open_contents
-from surefoot.checkpoint.sources.source import FolderSource, read_whole
+from surefoot.checkpoint.sources import FolderSource, read_whole
 from surefoot.recipe.recipe import load
 from surefoot.run.training_run import build
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from surefoot.checkpoint.disk.manifest import is_plain_name
 from surefoot.recipe.recipe import dump, read
-from surefoot.storage.address import Address, default_cache, is_address
+from surefoot.storage.remote import Address, default_cache, is_address
 
 SECTIONS = {"model": {"path": "."}, "data": {"datasets": ["a"]}, "stage": "sft"}
 

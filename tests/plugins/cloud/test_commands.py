@@ -10,7 +10,7 @@ from surefoot.checkpoint.saving.preparation import save
 from surefoot.cli.main import main
 from surefoot.plugins.cloud.checkpoints import upload
 from surefoot.plugins.cloud.store import Store
-from surefoot.storage.address import Address
+from surefoot.storage.remote import Address
 
 URL = "memory://runs/tiny"
 STATE = {"log_history": [{"step": 2, "loss": 0.25}], "global_step": 2, "best_global_step": 2}

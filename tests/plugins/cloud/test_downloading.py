@@ -5,7 +5,7 @@ import pytest
 from checkpoint.sample import blank, same, sample_states
 from surefoot.checkpoint.disk import strict_json
 from surefoot.checkpoint.loading import load
-from surefoot.checkpoint.saving.preparation import save
+from surefoot.checkpoint.saving.preparation import WriterGroup, save
 from surefoot.errors import CheckpointError
 from surefoot.plugins.cloud.checkpoints import (
     StoredDamageError,
@@ -16,7 +16,7 @@ from surefoot.plugins.cloud.checkpoints import (
     verify,
 )
 from surefoot.plugins.cloud.store import Store
-from surefoot.storage.address import Address
+from surefoot.storage.remote import Address
 
 URL = Address("memory://runs/tiny")
 
@@ -24,7 +24,7 @@ URL = Address("memory://runs/tiny")
 @pytest.fixture
 def store(memory, tmp_path):
     made = Store(URL)
-    upload(made, save(tmp_path / "from", 3, sample_states(), layout="distributed"))
+    upload(made, save(tmp_path / "from", 3, sample_states(), writers=WriterGroup("distributed")))
     return made
 
 

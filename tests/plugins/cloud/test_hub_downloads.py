@@ -12,8 +12,8 @@ import pytest
 from hub_server import serving, sha256
 from surefoot.plugins.cloud import hubs as huggingface
 from surefoot.plugins.cloud.hubs import HUGGING_FACE, MODELSCOPE
-from surefoot.storage import hubs as module
-from surefoot.storage.hubs import HubError
+from surefoot.storage import remote as module
+from surefoot.storage.remote import HubError
 
 BIG = bytes(range(256)) * 12000  # 3 MB
 FILES = {"config.json": b"{}", "model.safetensors": BIG, "sub/more.json": b"[1]", "code.py": b"x"}
@@ -141,7 +141,7 @@ def test_a_path_of_a_hub_stays_in_its_folder(hub, package):
 PROGRAM = """
 import sys
 from surefoot.errors import SurefootError
-from surefoot.storage.hubs import HUBS
+from surefoot.storage.remote import HUBS
 try:
     print(HUBS[sys.argv[1]].snapshot("models", "owner/tiny.model"))
 except SurefootError as error:

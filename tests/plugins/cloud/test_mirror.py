@@ -9,7 +9,7 @@ from surefoot.checkpoint.saving.preparation import save
 from surefoot.errors import CheckpointError
 from surefoot.plugins.cloud.mirror import Mirror
 from surefoot.plugins.cloud.store import Contents, Store
-from surefoot.storage.address import Address
+from surefoot.storage.remote import Address
 
 URL = Address("memory://runs/mirror")
 

@@ -14,7 +14,7 @@ from surefoot.checkpoint.verification import verify_checkpoint
 from surefoot.cli.main import main
 from surefoot.errors import CheckpointError, ModelError
 from surefoot.plugins.cloud.pushing import Destination, push
-from surefoot.storage.hubs import OFFLINE, HubError
+from surefoot.storage.remote import OFFLINE, HubError
 from surefoot.use import open_model
 
 # huggingface_hub 2.4 hands files to httpx in a way that httpx deprecates

@@ -3,7 +3,7 @@
 import pytest
 
 from surefoot.plugins.cloud.store import MissingError, Store, StoreError
-from surefoot.storage.address import Address
+from surefoot.storage.remote import Address
 
 
 @pytest.fixture(params=["s3", "memory", "file"])

@@ -3,10 +3,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
+from surefoot.checkpoint.sources import TensorsInMemory, read_whole
 from surefoot.errors import CheckpointError
 from surefoot.model.weights import FullWeights
-from surefoot.parallel.box import Box
+from surefoot.parallel.sharding import Box
 from surefoot.plugins.mindspore.naming import (
     FAMILIES,
     AttentionHeads,

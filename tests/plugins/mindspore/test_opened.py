@@ -1,10 +1,10 @@
 import pytest
 import torch
 
+from surefoot.checkpoint.disk.folder import FolderWeights
 from surefoot.checkpoint.layouts.detection import detect_layout, open_contents
 from surefoot.checkpoint.layouts.opening import open_folder
-from surefoot.checkpoint.sources.source import FolderSource, read_whole
-from surefoot.checkpoint.sources.weights import FolderWeights
+from surefoot.checkpoint.sources import FolderSource, read_whole
 from surefoot.errors import CheckpointError
 from surefoot.plugins.mindspore.opening import form_of, open_mindspore_state, saves
 

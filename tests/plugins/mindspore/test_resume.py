@@ -7,7 +7,7 @@ import torch
 
 from folders import save_adapter, save_model
 from spread import trainer
-from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
+from surefoot.checkpoint.sources import TensorsInMemory, read_whole
 from surefoot.errors import CheckpointError
 from surefoot.methods import LoRA
 from surefoot.parallel.world import ALONE

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surefoot.errors import CheckpointError
-from surefoot.parallel.box import Box, is_covered_once
+from surefoot.parallel.sharding import Box, is_covered_once
 from surefoot.plugins.mindspore.strategy import (
     ALL_COPIES,
     TensorLayout,

@@ -5,9 +5,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from surefoot.checkpoint.sources.copying import described
-from surefoot.checkpoint.sources.source import FolderSource, TensorsInMemory, read_whole
-from surefoot.checkpoint.sources.weights import FolderWeights
+from surefoot.checkpoint.disk.folder import FolderWeights
+from surefoot.checkpoint.sources import FolderSource, TensorsInMemory, described, read_whole
 from surefoot.errors import CheckpointError
 from surefoot.plugins.mindspore.opening import open_mindspore_state
 from surefoot.plugins.mindspore.strategy import ParallelConfig, open_strategy

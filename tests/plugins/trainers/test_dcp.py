@@ -14,10 +14,9 @@ from safetensors.torch import load_file
 import warm
 from checkpoint.sample import num_open, same
 from surefoot.checkpoint.layouts.opening import open_any
-from surefoot.checkpoint.sources.copying import copy
-from surefoot.checkpoint.sources.source import read_whole
+from surefoot.checkpoint.sources import copy, read_whole
 from surefoot.errors import CheckpointError
-from surefoot.parallel.box import Box
+from surefoot.parallel.sharding import Box
 
 SIZE = 3
 

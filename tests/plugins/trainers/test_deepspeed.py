@@ -14,9 +14,9 @@ from zero_folders import model_state, write_zero
 
 from checkpoint.sample import num_open, same
 from surefoot.checkpoint.layouts.opening import open_any, open_folder
-from surefoot.checkpoint.sources.source import read_whole
+from surefoot.checkpoint.sources import read_whole
 from surefoot.errors import CheckpointError
-from surefoot.parallel.box import Box
+from surefoot.parallel.sharding import Box
 
 ALIAS = [("lm_head.weight", "embed.weight")]
 GROUPS = [["embed.weight", "layers.0.weight"], ["layers.0.bias", "norm.weight"]]

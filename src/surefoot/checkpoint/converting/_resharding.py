@@ -14,21 +14,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...errors import CheckpointError
-from ...parallel.box import Box
-from ...parallel.sharding import Mesh
+from ...parallel.sharding import Box, Mesh
 from ...storage import files
 from ..disk.commit import clean_leftovers, refuse_existing, step_of
-from ..disk.folder import CheckpointFolder, open_checkpoint
+from ..disk.folder import CheckpointFolder, FolderWeights, open_checkpoint, places
 from ..disk.manifest import Kind, Layout, Manifest, is_safetensors
 from ..disk.tensorfile import plan_save
 from ..layouts.detection import expect_layout
 from ..layouts.layout import Native
+from ..saving._balancing import LocalTensor, shared_out
+from ..saving._writing import Job, Saved, Shard, write
 from ..saving.preparation import RANK_FOLDER, indexes, now, still_in, versions
-from ..saving.writer_group import LocalTensor, shared_out
-from ..saving.writing import Job, Saved, Shard, write
-from ..sources.copying import Progress, cast, described, fill, silent
-from ..sources.source import FolderSource, Renamed, TensorSource
-from ..sources.weights import FolderWeights, places
+from ..sources import FolderSource, Progress, Renamed, TensorSource, cast, described, fill, silent
 from ..state.roles import MODEL, FileRole
 
 ALONE = Mesh()

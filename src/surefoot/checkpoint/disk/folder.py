@@ -1,22 +1,37 @@
-"""A committed checkpoint opened for reading: everything in it is checked before it is used; and the
-small files beside a model's weights, which are copied unchanged. No torch."""
+"""A folder of tensors opened for reading: where each tensor is, by file, key and box. No torch.
+
+Of a committed checkpoint everything is checked before it is used. The small files beside a model's
+weights, such as its tokenizer, are copied unchanged.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from ...errors import CheckpointError, DamagedFileError
+from ...parallel.sharding import Box
 from ...storage import files
 from . import strict_json, tensorfile
-from .commit import check_step
+from .commit import check_step, step_of
 from .manifest import MANIFEST, STATE, Manifest, Piece, parse
+from .tensorfile import TensorEntry
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+TRAINER_STATE = "trainer_state.json"
+MODEL = "model.safetensors"
+MODEL_INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+DISTRIBUTED = (".metadata", "pytorch_model_fsdp_0")  # of DCP; of the Trainer with FSDP
+DEEPSPEED = ("latest", "zero_to_fp32.py")  # beside its checkpoints
+OF_DEEPSPEED = ("_model_states.pt", "_optim_states.pt")  # in them
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
 WHAT_TO_DO = "the file is damaged; resume from an earlier checkpoint"
 
 
@@ -141,12 +156,12 @@ TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("*.model", "*.jinja", "chat_template.json", "additional_chat_templates/*"),
 )
-MODEL = ("*.py", "preprocessor_config.json", "processor_config.json", "LICENSE*")
+_BESIDE_MODEL = ("*.py", "preprocessor_config.json", "processor_config.json", "LICENSE*")
 
 
 def companions_of(model: Path, tokenizer: Path) -> dict[str, bytes]:
     """The companion files of two folders."""
-    return {**_matching(model, MODEL), **tokenizer_of(tokenizer)}
+    return {**_matching(model, _BESIDE_MODEL), **tokenizer_of(tokenizer)}
 
 
 def tokenizer_of(folder: Path) -> dict[str, bytes]:
@@ -157,3 +172,155 @@ def tokenizer_of(folder: Path) -> dict[str, bytes]:
 def _matching(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
     paths = (path for pattern in patterns for path in sorted(folder.glob(pattern)))
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths if path.is_file()}
+
+
+@dataclass(frozen=True)
+class StoredBox:
+    """One box of a tensor. In ``file``, ``key`` is either the box or the full tensor."""
+
+    file: tensorfile.TensorFile
+    key: str
+    box: Box
+    hash: str | None = None  # known for checkpoints of ours
+
+    def in_file(self, box: Box) -> Box:
+        """The position, in what is stored, of a box inside this one."""
+        is_whole = self.file.entry(self.key).shape != self.box.shape
+        return box if is_whole else box.moved_into(self.box)
+
+
+@dataclass(frozen=True)
+class TensorLocation:
+    """One tensor in a file. ``hash`` is known for Surefoot checkpoints.
+
+    A tensor with several ``parts`` has no hash itself; its file and key are those of the first
+    part, and its entry has the dtype and the full shape.
+    """
+
+    file: tensorfile.TensorFile
+    key: str
+    entry: TensorEntry
+    hash: str | None = None
+    parts: tuple[StoredBox, ...] = ()
+
+
+@dataclass(frozen=True)
+class FolderWeights:
+    """The weights of a folder by name. The files close when they are no longer referenced."""
+
+    layout: str  # a name in LAYOUTS
+    folder: Path
+    tensors: Mapping[str, TensorLocation]
+
+
+def places(
+    checkpoint: CheckpointFolder, tensors: Mapping[str, Sequence[Piece]]
+) -> dict[str, TensorLocation]:
+    """The positions of the tensors of a Surefoot checkpoint, each file opened once."""
+    names = {piece.file for pieces in tensors.values() for piece in pieces}
+    opened = {name: checkpoint.tensors(name) for name in names}
+    return {name: _place(pieces, opened) for name, pieces in tensors.items()}
+
+
+def _place(pieces: Sequence[Piece], opened: Mapping[str, tensorfile.TensorFile]) -> TensorLocation:
+    first = pieces[0]
+    file = opened[first.file]
+    entry = file.entry(first.key)
+    if len(pieces) == 1:  # it is all of the tensor
+        return TensorLocation(file, first.key, entry, first.hash)
+    parts = tuple(StoredBox(opened[p.file], p.key, p.box, p.hash) for p in pieces)
+    return TensorLocation(
+        file, first.key, TensorEntry(first.dtype, first.shape, entry.offset), None, parts
+    )
+
+
+def tensors_in(
+    opened: list[tensorfile.TensorFile], chosen: Mapping[str, TensorLocation] | None = None
+) -> dict[str, TensorLocation]:
+    """The tensors of files that have each of them once, but for those of ``chosen``."""
+    chosen = chosen or {}
+    tensors = dict(chosen)
+    for file in opened:
+        for name, entry in file.header.entries.items():
+            if name in chosen:
+                continue
+            if name in tensors:
+                raise CheckpointError(
+                    f"{file.path}: {name[:200]!r} is in {tensors[name].file.path.name} as well"
+                )
+            tensors[name] = TensorLocation(file, name, entry)
+    return tensors
+
+
+@dataclass(frozen=True)
+class TrainerStateFile:
+    """The reliable part of ``trainer_state.json``, the log of a run of Surefoot or of the
+    Hugging Face Trainer, whatever the file contains; all empty if there is none."""
+
+    step: int | None = None
+    best_step: int | None = None
+    history: list[object] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any]) -> TrainerStateFile:
+        """Convert untrusted plain data."""
+        history = raw.get("log_history")
+        return cls(
+            _integer(raw.get("global_step")),
+            _best(raw),
+            history if isinstance(history, list) else [],
+        )
+
+    def last(self, metric: str) -> float | None:
+        """The last logged value of ``metric``."""
+        rows: Iterator[Any] = (
+            row.get(metric) for row in reversed(self.history) if isinstance(row, dict)
+        )
+        return number(next((value for value in rows if value is not None), None))
+
+    def at(self, metric: str, step: int | None) -> float | None:
+        """The value of ``metric`` that was logged at exactly this step."""
+        return None if step is None else metrics_in(self.history, metric).get(step)
+
+
+def load_trainer_state(folder: Path) -> dict[str, Any]:
+    """The content of the file in a foreign folder. Raises ``CheckpointError``."""
+    where = folder / TRAINER_STATE
+    with files.raising(CheckpointError), files.open_inside(folder, TRAINER_STATE) as file:
+        return strict_json.parse_object(
+            files.read_all(file, strict_json.MAX_BYTES), str(where), allow_nan=True
+        )
+
+
+def metrics_in(history: Iterable[object], name: str) -> dict[int, float]:
+    """The numbers logged as ``name``, by step, from the records of a log."""
+    by_step: dict[int, float] = {}
+    for record in history:
+        if isinstance(record, dict):
+            step, value = record.get("step"), number(record.get(name))
+            if type(step) is int and value is not None:
+                by_step[step] = value
+    return by_step
+
+
+def number(value: object) -> float | None:
+    """``value`` if it is a number that a float can represent, including nan and infinities."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
+def _integer(value: object) -> int | None:
+    return value if type(value) is int and value >= 0 else None
+
+
+def _best(raw: Mapping[str, Any]) -> int | None:
+    """The step of the best checkpoint; older Trainers only store its path."""
+    path = raw.get("best_model_checkpoint")
+    if (step := _integer(raw.get("best_global_step"))) is not None or not isinstance(path, str):
+        return step
+    step = step_of(Path(PurePath(path).name))
+    return step if step >= 0 else None

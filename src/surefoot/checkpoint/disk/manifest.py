@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any, Literal, get_args
 
 from ...errors import CheckpointError, counted
-from ...parallel.box import Box, is_covered_once
+from ...parallel.sharding import Box, is_covered_once
 from ...storage import files
 from . import strict_json
 from .tensorfile import ITEM_SIZES, integers, is_size, num_bytes, sizes

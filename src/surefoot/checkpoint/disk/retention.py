@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -113,27 +113,6 @@ def _is_young(
         return False
     end = now if newest is None else min(now, newest)
     return created is None or end - created <= keep_hours * HOUR
-
-
-def metrics_in(history: Iterable[object], name: str) -> dict[int, float]:
-    """The numbers logged as ``name``, by step, from the records of a log."""
-    by_step: dict[int, float] = {}
-    for record in history:
-        if isinstance(record, dict):
-            step, value = record.get("step"), number(record.get(name))
-            if type(step) is int and value is not None:
-                by_step[step] = value
-    return by_step
-
-
-def number(value: object) -> float | None:
-    """``value`` if it is a number that a float can represent, including nan and infinities."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return None
 
 
 def more_is_better(metric: str) -> bool:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
-from ...parallel.box import Box
+from ...parallel.sharding import Box
 from ...storage import files
 from . import strict_json
 

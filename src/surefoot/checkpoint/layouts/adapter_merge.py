@@ -26,12 +26,12 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
-from ...parallel.box import Box
+from ...parallel.sharding import Box
 from ...storage import files
 from ...storage.weight_files import ADAPTER_PREFIX
 from ..disk import strict_json
-from ..sources.source import FolderSource, Renamed, Shape, TensorSource, once, read_whole
-from ..sources.weights import ADAPTER_CONFIG
+from ..disk.folder import ADAPTER_CONFIG
+from ..sources import FolderSource, Renamed, Shape, TensorSource, once, read_whole
 from .detection import open_weights
 
 PREFIX = ADAPTER_PREFIX

@@ -18,8 +18,7 @@ from ...storage import files
 from ...storage.weight_files import adapter_names, is_adapter, plain_names
 from ..disk import strict_json
 from ..disk.commit import named
-from ..disk.manifest import MANIFEST
-from ..sources.weights import (
+from ..disk.folder import (
     ADAPTER,
     DEEPSPEED,
     DISTRIBUTED,
@@ -29,6 +28,7 @@ from ..sources.weights import (
     PICKLES,
     FolderWeights,
 )
+from ..disk.manifest import MANIFEST
 from . import LAYOUTS
 from .layout import Layout, logged_states, read_small
 

@@ -22,23 +22,25 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ...errors import CheckpointError, counted
-from ...parallel.box import Box, is_covered_once
+from ...parallel.sharding import Box, is_covered_once
 from ...storage import files
-from ..disk import strict_json, tensorfile, trainer_state
-from ..disk.folder import open_checkpoint
-from ..disk.manifest import MANIFEST, STATE, is_plain_name
-from ..disk.tensorfile import INFO_KEY, SHAPE_KEY, START_KEY, integers
-from ..sources.weights import (
+from ..disk import strict_json, tensorfile
+from ..disk.folder import (
     ADAPTER,
     MODEL,
     MODEL_INDEX,
     PICKLES,
+    TRAINER_STATE,
     FolderWeights,
     StoredBox,
     TensorLocation,
+    load_trainer_state,
+    open_checkpoint,
     places,
     tensors_in,
 )
+from ..disk.manifest import MANIFEST, STATE, is_plain_name
+from ..disk.tensorfile import INFO_KEY, SHAPE_KEY, START_KEY, integers
 from ..state.roles import MODEL as MODEL_ROLE
 from ..state.roles import part_of, role_of
 
@@ -126,9 +128,9 @@ class Layout(ABC):
 
 def logged_states(folder: Path) -> Mapping[str, Any]:
     """What the Hugging Face Trainer logged, if it did."""
-    if not files.exists(folder / trainer_state.NAME):
+    if not files.exists(folder / TRAINER_STATE):
         return {}
-    return {"trainer_state": trainer_state.load(folder)}
+    return {"trainer_state": load_trainer_state(folder)}
 
 
 def read_small(folder: Path, name: str) -> bytes | None:

@@ -16,9 +16,8 @@ from ...errors import CheckpointError, ModelError
 from ...extensions import Extended
 from ...storage import files
 from ..disk import tensorfile
-from ..disk.folder import open_checkpoint
-from ..sources.source import FolderSource, Renamed, TensorSource, read_whole
-from ..sources.weights import FolderWeights, TensorLocation, places, tensors_in
+from ..disk.folder import FolderWeights, TensorLocation, open_checkpoint, places, tensors_in
+from ..sources import FolderSource, Renamed, TensorSource, read_whole
 from .detection import (
     detect_layout,
     expect_layout,

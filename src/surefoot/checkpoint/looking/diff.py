@@ -17,16 +17,15 @@ from typing import Any, Literal
 import torch
 
 from ...errors import CheckpointError
-from ...parallel.box import Box
+from ...parallel.sharding import Box
 from ...storage import files
 from ..disk import strict_json
-from ..disk.folder import open_checkpoint
+from ..disk.folder import FolderWeights, TensorLocation, open_checkpoint
 from ..disk.manifest import STATE
 from ..layouts.detection import has_manifest, open_contents, plain, small_file, states_of
-from ..sources.source import FolderSource, TensorSource
-from ..sources.weights import FolderWeights, TensorLocation
+from ..sources import FolderSource, TensorSource
 from ..state.roles import FileRole, role_of
-from .values import PARTS, ValueChange, differences
+from .summary import PARTS, ValueChange, differences
 
 Verdict = Literal["equal", "differs", "only in A", "only in B", "other type", "other shape"]
 Progress = Callable[[int], None]  # is told the bytes of every tensor that has been compared

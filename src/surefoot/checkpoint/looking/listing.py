@@ -3,42 +3,57 @@
 Read from names, manifests and logs; nothing is hashed unless requested.
 
 ``plan_pruning`` decides which checkpoints of a run to keep; the others are deleted while nothing
-trains (``untrained``).
+trains (``untrained``). Their files may be hard links to the same data, which counts once.
+
+Runs with URLs are listed by a plugin that reaches their stores (``RemoteStores``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import logging
+import stat
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from ...errors import CheckpointError
-from ...storage import disk_usage, files
+from ...extensions import Extended
+from ...storage import files
 from ...storage.folder_lock import lock
-from ..disk import strict_json, trainer_state
+from ...storage.remote import Address
+from ..disk import strict_json
 from ..disk.commit import is_being_written, is_leftover, named, step_of
-from ..disk.folder import CheckpointFolder, open_checkpoint
+from ..disk.folder import (
+    TRAINER_STATE,
+    CheckpointFolder,
+    TrainerStateFile,
+    load_trainer_state,
+    metrics_in,
+    open_checkpoint,
+)
 from ..disk.manifest import Manifest
 from ..disk.retention import (
     RetentionDecision,
     RetentionPolicy,
     decide,
     drop_all,
-    metrics_in,
     pinned,
     seconds,
 )
-from ..disk.trainer_state import TrainerStateFile
 from ..layouts import LAYOUTS
 from ..layouts.detection import detect_layout, open_weights
 from ..layouts.layout import Layout, Native, SavedFolder
-from ..verification import Progress, verify
+from ..verification import Progress, Report, verify
+
+if TYPE_CHECKING:
+    from ..saving.saver import RunMirror
 
 
 @dataclass(frozen=True)
@@ -92,14 +107,14 @@ def _list_run(root: Path) -> list[CheckpointLine]:
 
 
 def _with_disk(lines: list[CheckpointLine]) -> list[CheckpointLine]:
-    totals = disk_usage.added([disk_usage.stored(line.path) for line in lines])
+    totals = added([stored(line.path) for line in lines])
     return [replace(line, disk_bytes=n) for line, n in zip(lines, totals, strict=True)]
 
 
 def _line(folder: Path) -> tuple[CheckpointLine, TrainerStateFile]:
     """A checkpoint, and its information about the run."""
     layout = detect_layout(folder)
-    has_log = files.exists(folder / trainer_state.NAME)
+    has_log = files.exists(folder / TRAINER_STATE)
     is_foreign = has_log if layout is None else not layout.has_manifest
     try:
         return _of_trainer(folder, layout) if is_foreign else _of_surefoot(folder)
@@ -152,7 +167,7 @@ def _of_trainer(folder: Path, layout: Layout | None) -> tuple[CheckpointLine, Tr
     """A folder without a manifest: its weights must be readable, its log need not be."""
     open_weights(folder)
     try:
-        state = trainer_state.read(trainer_state.load(folder))
+        state = TrainerStateFile.of(load_trainer_state(folder))
     except CheckpointError:
         state = TrainerStateFile()
     step = step_of(folder) if state.step is None else state.step
@@ -162,7 +177,7 @@ def _of_trainer(folder: Path, layout: Layout | None) -> tuple[CheckpointLine, Tr
         created=_modified(folder),
         layout=_name(layout),
         kind="adapter" if layout is not None and layout.is_adapter else "full",
-        num_bytes=sum(name.num_bytes for name in disk_usage.stored(folder)),
+        num_bytes=sum(name.num_bytes for name in stored(folder)),
         loss=state.last("loss"),
         eval_loss=state.at("eval_loss", step),
     )
@@ -188,7 +203,7 @@ def _of_save(saved: SavedFolder, layout: Layout) -> CheckpointLine:
 
 def _modified(folder: Path) -> str | None:
     """When the folder of another tool was last written to, in the form of manifests."""
-    names = [folder / trainer_state.NAME, folder]
+    names = [folder / TRAINER_STATE, folder]
     with files.raising(CheckpointError):
         stamp = next(path for path in names if files.exists(path)).stat().st_mtime
     try:
@@ -216,11 +231,11 @@ def _wrong_length(checkpoint: CheckpointFolder) -> str | None:
 
 def state_of(checkpoint: CheckpointFolder) -> TrainerStateFile:
     """The log of a Surefoot checkpoint; empty if it is missing or damaged."""
-    name = trainer_state.NAME
+    name = TRAINER_STATE
     if name not in checkpoint.manifest.files:
         return TrainerStateFile()
     try:
-        return trainer_state.read(strict_json.parse_object(checkpoint.small(name), name))
+        return TrainerStateFile.of(strict_json.parse_object(checkpoint.small(name), name))
     except CheckpointError:
         return TrainerStateFile()
 
@@ -321,8 +336,8 @@ def plan_pruning(folder: Path, options: PruneOptions) -> PrunePlan:
         for v in verdicts
     ]
     going = [item.line.path for item in planned if not item.verdict.stays]
-    stored = [disk_usage.stored(path) for path in going if not path.is_symlink()]
-    return PrunePlan(planned, disk_usage.freed(stored))
+    usages = [stored(path) for path in going if not path.is_symlink()]
+    return PrunePlan(planned, freed(usages))
 
 
 def _with_reason(
@@ -345,3 +360,102 @@ def _metrics(lines: Sequence[CheckpointLine], options: PruneOptions) -> dict[int
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(logged_names)}"
         raise CheckpointError(f"--metric: {options.metric!r} was never logged; {hint}")
     return metrics
+
+
+class RemoteRun(Protocol):
+    """The part of a run that is in an object store, as it was found at the launch."""
+
+    address: Address
+
+    @property
+    def steps(self) -> Collection[int]:
+        """The steps that exist there, as far as is known."""
+
+    def newest_sound(self) -> Path | None:
+        """The local folder to resume from, downloaded if need be; None if there is no checkpoint.
+        Raises ``CheckpointError`` if there are some, none of which is valid."""
+
+    def get(self, name: str) -> Path:
+        """One checkpoint and the logs of the run, downloaded unless a local copy exists."""
+
+    def write(self, name: str, data: bytes) -> None:
+        """Upload a small file of the run."""
+
+    def mirror(self) -> RunMirror:
+        """What uploads while the run trains."""
+
+
+class RemoteStores(Protocol):
+    """Object stores, in which runs and checkpoints have URLs. All raise ``CheckpointError``."""
+
+    def open_run(self, address: Address, folder: Path, *, seconds: float) -> RemoteRun:
+        """The run at ``address``, which works in ``folder``; its recipe is downloaded."""
+
+    def fetch(self, address: Address, cache: Path | None = None, *, seconds: float = 600) -> Path:
+        """The local copy of a checkpoint, or of the latest one of a run, which must be valid."""
+
+    def lines(self, address: Address, *, verified: bool) -> list[CheckpointLine]:
+        """One line for each checkpoint of a run, oldest first, or the one of a checkpoint."""
+
+    def verify(self, checkpoint: Address, *, full: bool) -> Report:
+        """Check what is stored: its lengths, or every byte."""
+
+
+_STORES: Extended[RemoteStores] = Extended("stores", {})
+
+
+def stores() -> RemoteStores:
+    """What opens runs at URLs."""
+    return _STORES["fsspec"]
+
+
+_SECTOR = 512  # bytes; the unit of st_blocks on every system
+
+
+@dataclass(frozen=True)
+class DiskUsage:
+    """A file on disk: its inode, its number of hard links, and its blocks in bytes."""
+
+    inode: tuple[int, int]  # device, number
+    num_names: int
+    num_bytes: int  # its length
+    disk_bytes: int  # the blocks it takes
+
+
+def stored(folder: Path) -> list[DiskUsage]:
+    """Every name of a file below ``folder``, links not followed.
+
+    Files that disappear meanwhile, or cannot be read, are skipped. Clones (of Btrfs or XFS) count
+    as separate files: no system call reports what they share.
+    """
+    usages, pending = [], [folder]
+    while pending:  # no recursion: folders may be nested deeper than Python's stack
+        with contextlib.suppress(OSError):
+            for path in sorted(pending.pop().iterdir()):
+                with contextlib.suppress(OSError):
+                    status = path.lstat()
+                    if stat.S_ISDIR(status.st_mode):
+                        pending.append(path)
+                    elif stat.S_ISREG(status.st_mode):
+                        inode, blocks = (status.st_dev, status.st_ino), status.st_blocks * _SECTOR
+                        usages.append(DiskUsage(inode, status.st_nlink, status.st_size, blocks))
+    return usages
+
+
+def added(folders: Iterable[Sequence[DiskUsage]]) -> list[int]:
+    """Bytes on the disk that each folder adds to those before it: a shared file counts once."""
+    seen: set[tuple[int, int]] = set()
+    totals = []
+    for names in folders:
+        new = {name.inode: name.disk_bytes for name in names if name.inode not in seen}
+        seen |= new.keys()
+        totals.append(sum(new.values()))
+    return totals
+
+
+def freed(folders: Iterable[Sequence[DiskUsage]]) -> int:
+    """Bytes that are freed if all ``folders`` are deleted: without hard links elsewhere."""
+    names = [name for folder in folders for name in folder]
+    going = Counter(name.inode for name in names)
+    last = {name.inode: name.disk_bytes for name in names if going[name.inode] >= name.num_names}
+    return sum(last.values())

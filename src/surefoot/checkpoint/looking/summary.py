@@ -1,23 +1,37 @@
-"""Summary of a checkpoint for people and tools, from manifests and headers."""
+"""What a checkpoint contains, for people and tools: from manifests and headers, without torch.
+
+Of two trees of plain data, ``differences`` tells every path that differs, with both values.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 from pathlib import Path
+from typing import Literal
 
 from ...errors import CheckpointError, counted
 from ...storage import files
-from ..disk import strict_json, trainer_state
-from ..disk.folder import CheckpointFolder, open_checkpoint
+from ..disk import strict_json
+from ..disk.folder import (
+    ADAPTER_CONFIG,
+    TRAINER_STATE,
+    CheckpointFolder,
+    FolderWeights,
+    TrainerStateFile,
+    load_trainer_state,
+    open_checkpoint,
+)
 from ..layouts import LAYOUTS
 from ..layouts.detection import has_manifest, open_contents, states_of
 from ..layouts.layout import Native
-from ..sources.weights import ADAPTER_CONFIG, FolderWeights
 
+What = Literal["differs", "only in A", "only in B"]
+PARTS = ("model", "optimizer", "state", "config", "recipe", "versions")  # of a checkpoint
+_MANY = 16  # a longer list of plain values is one value
 _WIDTH = 60  # characters in which a state is told
 _WANTED = {  # configuration file -> what is said of it
     "config.json": (
@@ -156,9 +170,9 @@ def _inside(path: Path, folder: Path) -> str:
 
 def _progress(folder: Path) -> dict[str, str]:
     """The progress of the run, according to the Hugging Face Trainer."""
-    if not files.exists(folder / trainer_state.NAME):
+    if not files.exists(folder / TRAINER_STATE):
         return {}
-    state = trainer_state.read(trainer_state.load(folder))
+    state = TrainerStateFile.of(load_trainer_state(folder))
     progress = {"step": state.step, "loss": state.last("loss"), "best step": state.best_step}
     return {name: str(value) for name, value in progress.items() if value is not None}
 
@@ -192,3 +206,58 @@ def _in_words(value: object) -> str:
 
 def _clipped(text: str) -> str:
     return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 1]}…"
+
+
+@dataclass(frozen=True)
+class ValueChange:
+    """One value that differs. For lists of different lengths, their lengths."""
+
+    path: str
+    what: What
+    a: object = None
+    b: object = None
+
+
+def differences(a: object, b: object, path: str = "") -> list[ValueChange]:
+    """All differences of two trees of dicts, lists and plain values, in the order of ``a``."""
+    return list(_differences(a, b, path))
+
+
+def _differences(a: object, b: object, path: str) -> Iterator[ValueChange]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        yield from _of_dicts(a, b, path)
+    elif isinstance(a, list) and isinstance(b, list):
+        yield from _of_lists(a, b, path)
+    elif not _is_same(a, b):
+        yield ValueChange(path, "differs", a, b)
+
+
+def _of_dicts(
+    a: Mapping[object, object], b: Mapping[object, object], path: str
+) -> Iterator[ValueChange]:
+    for key in [*a, *(key for key in b if key not in a)]:
+        here = f"{path}.{key}" if path else str(key)
+        if key not in b:
+            yield ValueChange(here, "only in A", a=a[key])
+        elif key not in a:
+            yield ValueChange(here, "only in B", b=b[key])
+        else:
+            yield from _differences(a[key], b[key], here)
+
+
+def _of_lists(a: list[object], b: list[object], path: str) -> Iterator[ValueChange]:
+    if len(a) != len(b):
+        yield ValueChange(path, "differs", counted(len(a), "item"), counted(len(b), "item"))
+    elif len(a) > _MANY and not any(isinstance(item, dict | list) for item in a + b):
+        if not all(map(_is_same, a, b)):  # a random generator's numbers, say
+            yield ValueChange(path, "differs", a, b)
+    else:
+        for i, (item_a, item_b) in enumerate(zip(a, b, strict=True)):
+            yield from _differences(item_a, item_b, f"{path}[{i}]")
+
+
+def _is_same(a: object, b: object) -> bool:
+    """``==``, but True is not 1, and nan is itself."""
+    if (a != a) and (b != b):  # noqa: PLR0124
+        return True
+    return a == b and isinstance(a, bool) == isinstance(b, bool)

@@ -22,12 +22,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ...parallel.box import Box
+from ...parallel.sharding import Box
 from ...storage import files
 from ...storage.files import PAGE
 from ...storage.memory import exclusive, free_memory
 from ..disk.tensorfile import FilePlan, num_bytes, parse, ranges_of
-from .writing import Job, Shard, WriteShare
+from ._writing import Job, Shard, WriteShare
 
 _SPARE = 96 << 20  # bytes for the writer process, and for what the next step may need besides
 _WORTH_BYPASSING = 256 << 10  # bytes; less of a file that others write as well goes to the cache

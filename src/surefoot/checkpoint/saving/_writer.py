@@ -20,7 +20,7 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ._snapshot_buffer import SnapshotBuffer, parse_job
-from .writing import write
+from ._writing import write
 
 
 class _OrphanedError(Exception):

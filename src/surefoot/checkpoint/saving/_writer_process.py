@@ -29,8 +29,8 @@ from ...errors import STOP_SIGNALS, CheckpointError
 from ...storage.folder_lock import StallWatch, state_of
 from ..disk.commit import clean, parts_of
 from ._snapshot_buffer import FileImages, SnapshotBuffer, dump_job, image_of, places
+from ._writing import MOST_ATTEMPTS, Job, Saved, write
 from .preparation import LiveTensors
-from .writing import MOST_ATTEMPTS, Job, Saved, write
 
 logger = logging.getLogger(__name__)
 _PAUSE = 1.0  # seconds between two looks at a writer process that has not answered

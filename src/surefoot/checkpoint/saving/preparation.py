@@ -1,11 +1,16 @@
-"""Save a dict of states as one checkpoint folder, atomically."""
+"""Save a dict of states as one checkpoint folder, atomically.
+
+In a joint save each rank sends the boxes of its tensors, and all compute the same plan of who
+writes which. They send them again only if they have changed since the last save; otherwise a digest
+of a few bytes is enough.
+"""
 
 from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
@@ -15,18 +20,19 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
-from ...parallel.box import Box
+from ...parallel.sharding import Box
 from ...storage import files
 from ..disk import strict_json
-from ..disk.bytes import describe, write_box, write_file, write_tensor
+from ..disk._bytes import describe, write_box, write_file, write_tensor
+from ..disk.commit import new_nonce
 from ..disk.manifest import MANIFEST, MAX_SMALL, STATE, Kind, Layout, is_plain_name
 from ..disk.tensorfile import FilePlan, num_bytes, plan_save
 from ..disk.tensorfile import Tensors as Described
 from ..state.roles import MODEL, OPTIMIZER, FileRole, ShardedState, Stateful, trained_names
 from ..state.roles import STATE as STATE_ROLE
 from ..state.states import LocalBox, adopted, local_box_of, split
-from .writer_group import ALONE, Holding, LocalTensor, WriterGroup
-from .writing import Job, Shard, WriteShare, write
+from ._balancing import Holding, LocalTensor, shared_out
+from ._writing import Job, Shard, WriteShare, write
 
 LIBRARIES = ("surefoot", "torch", "transformers", "peft", "safetensors")
 RANK_FOLDER = "rank_{:05d}"  # of layout distributed
@@ -35,6 +41,56 @@ WORTH_SHARING = 0.1  # of the weights' bytes
 
 Tensors = Mapping[str, torch.Tensor]
 ByRole = Mapping[str, Mapping[str, LocalBox]]  # role -> name -> what is here of it
+
+
+Exchange = Callable[[Any], list[Any]]  # what every process has passed to it, in order of rank
+Broadcast = Callable[[Any], Any]  # what rank 0 has passed to it
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """The plan that all ranks have computed alike."""
+
+    tensors: Mapping[str, Described]  # by role: the type and whole shape of each, of all processes
+    mine: Mapping[str, Mapping[str, Box]]  # by role and name: what this process writes
+    optimizers: Mapping[str, Mapping[str, Any]]  # by role: states without tensors, of all processes
+
+
+@dataclass(frozen=True)
+class WriterGroup:
+    """The ranks of a joint save, as one of them sees them, and how they communicate."""
+
+    layout: Layout = "full"
+    rank: int = 0
+    size: int = 1
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    exchange: Exchange = lambda value: [value]
+    from_first: Broadcast = lambda value: value  # waits for rank 0 as long as a save takes
+    _plans: dict[tuple[str, ...], SavePlan] = field(
+        default_factory=dict, repr=False, compare=False
+    )  # the last one, by the digests of what each rank has
+
+    def agree(
+        self, holding: Holding, optimizers: Mapping[str, Mapping[str, Any]], parent: str | None
+    ) -> tuple[str, str | None, SavePlan]:
+        """Exchange which boxes each rank has; a collective call. Raises on every rank if these do
+        not fit together.
+
+        ``optimizers`` are states without tensors, in a pipeline of some parameters only. Returns
+        rank 0's nonce of the temporary folder, its ``parent``, and the plan.
+        """
+        own_state = holding, optimizers
+        answers = self.exchange((files.digest(repr(own_state).encode()), new_nonce(), parent))
+        digests = tuple(own_digest for own_digest, _, _ in answers)
+        if digests not in self._plans:
+            plan = _plan(self.exchange(own_state), self.rank)
+            self._plans.clear()
+            self._plans[digests] = plan
+        _, nonce, parent = answers[0]
+        return nonce, parent, self._plans[digests]
+
+
+ALONE = WriterGroup()
 
 
 def save(
@@ -46,7 +102,7 @@ def save(
     companions: Mapping[str, bytes] | None = None,
     parent: str | None = None,
     max_shard_size: int = 5_000_000_000,
-    layout: Layout = "full",
+    writers: WriterGroup = ALONE,
 ) -> Path:
     """Write ``root/checkpoint-{step}`` and return it; it is on the disk when this returns.
 
@@ -55,8 +111,8 @@ def save(
     weights of another network or their optimizer's state. ``kind`` is ``adapter`` if the model's
     tensors are those of a PEFT adapter. ``companions`` are small files that are stored beside them
     (config.json, tokenizer.json, ...). ``parent`` names the checkpoint from which this run has
-    resumed; files that are equal in it are linked. ``layout`` is ``full``, or ``distributed`` for a
-    folder per rank.
+    resumed; files that are equal in it are linked. ``writers`` are the ranks that save together,
+    which all call this, and the layout: ``full``, or ``distributed`` for a folder per rank.
 
     Raises ``CheckpointError``, leaving nothing behind, if the checkpoint already exists, a state
     cannot be stored, or the disk fails.
@@ -69,7 +125,7 @@ def save(
         companions=companions,
         parent=parent,
         max_shard_size=max_shard_size,
-        crew=WriterGroup(layout),
+        writers=writers,
     )
     return write(job, live).path
 
@@ -83,25 +139,31 @@ def prepare(
     companions: Mapping[str, bytes] | None = None,
     parent: str | None = None,
     max_shard_size: int = 5_000_000_000,
-    crew: WriterGroup = ALONE,
+    writers: WriterGroup = ALONE,
 ) -> tuple[Job, LiveTensors]:
-    """What this rank of ``crew`` would write, and its live tensors, unread. A collective call."""
+    """What this rank would write, and its live tensors, unread. A collective call."""
     with_files, rest = adopted(states)
     groups, skeleton = _split(with_files, rest)
     parts = {role: _parts(role, t, with_files.get(role)) for role, t in groups.items()}
     tensors: Mapping[str, Described]
     tensors = {role: _described(role, local_boxes) for role, local_boxes in parts.items()}
     nonce: str | None = None
-    if crew.size == 1:
+    if writers.size == 1:
         _refuse_incomplete(parts)
     else:
         sharded = {role: skeleton[role] for role in groups if role in skeleton}
-        nonce, parent, plan = crew.agree(_local_tensors(parts, tensors, crew), sharded, parent)
+        nonce, parent, plan = writers.agree(
+            _local_tensors(parts, tensors, writers), sharded, parent
+        )
         tensors = plan.tensors
         parts = {role: _narrowed(boxes, plan.mine.get(role, {})) for role, boxes in parts.items()}
         skeleton |= plan.optimizers
-    shards = _shards(parts, tensors, kind, max_shard_size, crew)
-    ours = {**indexes(shards, crew.size), STATE: _dump_skeleton(skeleton)} if crew.rank == 0 else {}
+    shards = _shards(parts, tensors, kind, max_shard_size, writers)
+    ours = (
+        {**indexes(shards, writers.size), STATE: _dump_skeleton(skeleton)}
+        if writers.rank == 0
+        else {}
+    )
     job = Job(
         root=Path(root),
         step=step,
@@ -111,10 +173,10 @@ def prepare(
         shards=shards,
         small={**_checked(companions or {}, {*ours, MANIFEST}), **ours} if ours else {},
         parent=parent,
-        layout=crew.layout,
-        rank=crew.rank,
-        world_size=crew.size,
-        mesh=crew.mesh,
+        layout=writers.layout,
+        rank=writers.rank,
+        world_size=writers.size,
+        mesh=writers.mesh,
         nonce=nonce,
     )
     values = {role: {n: p.values for n, p in boxes.items()} for role, boxes in parts.items()}
@@ -149,12 +211,14 @@ def _described(role: str, parts: Mapping[str, LocalBox]) -> dict[str, tuple[str,
     return {n: (describe(f"{role}: {n}", p.values)[0], p.shape) for n, p in parts.items()}
 
 
-def _local_tensors(parts: ByRole, tensors: Mapping[str, Described], crew: WriterGroup) -> Holding:
+def _local_tensors(
+    parts: ByRole, tensors: Mapping[str, Described], writers: WriterGroup
+) -> Holding:
     """The same for the other ranks; other states differ between ranks, and rank 0's are saved."""
     return {
         role: {n: LocalTensor(tensors[role][n][0], p.shape, p.box) for n, p in local_boxes.items()}
         for role, local_boxes in parts.items()
-        if crew.rank == 0 or not FileRole(role).is_of_rank_0
+        if writers.rank == 0 or not FileRole(role).is_of_rank_0
     }
 
 
@@ -234,7 +298,7 @@ def _shards(
     tensors: Mapping[str, Described],
     kind: Kind,
     max_shard_size: int,
-    crew: WriterGroup,
+    writers: WriterGroup,
 ) -> list[Shard]:
     """The files of every role of which this rank writes a part.
 
@@ -244,8 +308,8 @@ def _shards(
     shards = []
     for name, local_boxes in parts.items():
         role = FileRole(name, kind)
-        is_boxed = crew.layout == "distributed" and not role.is_adapter
-        is_joint = crew.size > 1 and not (role.is_of_rank_0 or is_boxed)
+        is_boxed = writers.layout == "distributed" and not role.is_adapter
+        is_joint = writers.size > 1 and not (role.is_of_rank_0 or is_boxed)
         limit = max_shard_size if role.is_split_by_size else None
         described = tensors.get(name, {})
         if not is_joint:
@@ -256,7 +320,7 @@ def _shards(
         boxes = (
             {tensor: (p.shape, p.box) for tensor, p in local_boxes.items()} if is_boxed else None
         )
-        stem = f"{RANK_FOLDER.format(crew.rank)}/{role.stem}" if is_boxed else role.stem
+        stem = f"{RANK_FOLDER.format(writers.rank)}/{role.stem}" if is_boxed else role.stem
         if not described:
             continue
         for plan in plan_save(stem, described, limit, apart=apart, boxes=boxes):
@@ -265,7 +329,7 @@ def _shards(
                 for tensor in plan.header.entries
                 if tensor in local_boxes
             }
-            share = WriteShare(written, has_head=crew.rank == 0) if is_joint else None
+            share = WriteShare(written, has_head=writers.rank == 0) if is_joint else None
             if share is None or share.boxes or share.has_head:
                 shards.append(Shard(name, plan, share))
     return shards
@@ -323,3 +387,17 @@ def _checked(companions: Mapping[str, bytes], taken: Collection[str]) -> Mapping
                 f"companion {name!r}: {len(data)} bytes, more than the {MAX_SMALL} allowed"
             )
     return companions
+
+
+def _plan(states_of_ranks: list[tuple[Holding, Mapping[str, Any]]], rank: int) -> SavePlan:
+    mine = shared_out([tensors for tensors, _ in states_of_ranks])[rank]
+    whole: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
+    optimizers: dict[str, dict[str, Any]] = {}
+    for tensors, states in states_of_ranks:
+        for role, local_tensors in tensors.items():
+            for name, tensor in local_tensors.items():
+                whole.setdefault(role, {}).setdefault(name, (tensor.dtype, tensor.shape))
+        for role, state in states.items():
+            merged = optimizers.setdefault(role, {})
+            merged |= {name: slots for name, slots in state.items() if name not in merged}
+    return SavePlan(whole, mine, optimizers)

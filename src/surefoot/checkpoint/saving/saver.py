@@ -27,9 +27,8 @@ from ..disk.retention import RetentionPolicy, Times, pinned
 from ..state.roles import Stateful
 from ._snapshot_buffer import lacks_room
 from ._writer_process import Background
-from .preparation import prepare
-from .writer_group import ALONE, WriterGroup
-from .writing import Saved
+from ._writing import Saved
+from .preparation import ALONE, WriterGroup, prepare
 
 logger = logging.getLogger(__name__)
 
@@ -256,7 +255,7 @@ class AsyncSaver:
                 companions=companions,
                 parent=parent.name if parent else None,
                 max_shard_size=self.max_shard_size,
-                crew=self.writers,
+                writers=self.writers,
             )
             replaces = old()
         except CheckpointError as error:

@@ -29,8 +29,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...errors import CheckpointError, counted
-from ...parallel.box import Box
-from ...parallel.sharding import AxisShard, Cuts, local_offset_and_shape
+from ...parallel.sharding import AxisShard, Box, Cuts, local_offset_and_shape
 from ..disk.manifest import Kind
 from ..disk.strict_json import MAX_DEPTH
 from .roles import MODEL, OPTIMIZER, STATE, ShardedState, Stateful

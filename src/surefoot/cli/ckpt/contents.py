@@ -17,7 +17,7 @@ from ...checkpoint.layouts.detection import open_contents, shown, states_of
 from ...checkpoint.looking.listing import CheckpointLine, list_run, verified
 from ...checkpoint.looking.summary import Group, Summary, Tensor, summarise
 from ...errors import CheckpointError
-from ...storage.address import Address
+from ...storage.remote import Address
 from ...terminal_text import in_bytes, one_line
 from ..table import (
     JSON,
@@ -60,7 +60,7 @@ def ls(folder: Path | Address, verify: bool, as_json: bool) -> None:
     finds a damaged one.
     """
     if isinstance(folder, Address):
-        from ...checkpoint.remote import stores
+        from ...checkpoint.looking.listing import stores
 
         lines = stores().lines(folder, verified=verify)
     else:
@@ -192,7 +192,7 @@ def _state(checkpoint: Path, name: str) -> object:
 
 def _norms(checkpoint: Path) -> AllNorms:
     from ...checkpoint.looking.diff import norms
-    from ...checkpoint.sources.source import FolderSource
+    from ...checkpoint.sources import FolderSource
 
     contents = open_contents(checkpoint)
     total = sum(place.entry.num_bytes for place in contents.tensors.values())

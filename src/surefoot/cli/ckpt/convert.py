@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...errors import counted
-from ...storage.address import Address
+from ...storage.remote import Address
 from ..table import JSON, PLACE, local, print_json, reading
 from ..targets import TargetCommand, naming_packages, target_of
 
 if TYPE_CHECKING:
-    from ...checkpoint.converting.origin import Done
+    from ...checkpoint.converting.targets import Done
 
 
 @click.command(cls=TargetCommand)
@@ -28,7 +28,7 @@ def convert(
     DST is a new folder, which appears when all of it is written. SRC is not changed. Tensors are
     copied from file to file: no model is built, and memory does not grow with it.
     """
-    from ...checkpoint.converting.origin import OptionError
+    from ...checkpoint.converting.targets import OptionError
     from ...use.exporting.conversion import convert as write
 
     explicit_options = {name: value for name, value in options.items() if value}

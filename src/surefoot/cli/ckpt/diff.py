@@ -15,11 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from ...checkpoint.layouts.detection import shown
-from ...checkpoint.looking.values import PARTS, ValueChange
+from ...checkpoint.looking.summary import PARTS, ValueChange
 from ...checkpoint.state.roles import roles_of
 from ...errors import counted
 from ...recipe.yaml import parse
-from ...storage.address import Address
+from ...storage.remote import Address
 from ..table import (
     JSON,
     PLACE,

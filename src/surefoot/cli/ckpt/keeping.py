@@ -15,7 +15,7 @@ from ...checkpoint.looking.listing import PrunePlan, list_run, plan_pruning, unt
 from ...checkpoint.verification import Report, verify
 from ...errors import CheckpointError
 from ...recipe.run_recipe import prune_options
-from ...storage.address import Address
+from ...storage.remote import Address
 from ...terminal_text import in_bytes
 from ..table import (
     FOLDER,
@@ -142,7 +142,7 @@ def verify_command(checkpoint: Path | Address, full: bool, as_json: bool) -> Non
     """
     began = time.perf_counter()
     if isinstance(checkpoint, Address):
-        from ...checkpoint.remote import stores
+        from ...checkpoint.looking.listing import stores
 
         report = stores().verify(checkpoint, full=full)
     else:

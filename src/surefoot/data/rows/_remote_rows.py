@@ -23,8 +23,16 @@ from urllib.request import getproxies
 from ...errors import DataError, installation
 from ...schema.locations import DATA_FILES
 from ...storage import files
-from ...storage.address import Address, default_cache
-from ...storage.hubs import CHUNK, HUBS, HubError, check_online, locked, offline_setting
+from ...storage.remote import (
+    CHUNK,
+    HUBS,
+    Address,
+    HubError,
+    check_online,
+    default_cache,
+    locked,
+    offline_setting,
+)
 from ..example import BrokenRow
 from ._readers import ROWS, TextUnit, rows_of
 from ._row_sources import Files, split_of

@@ -16,7 +16,7 @@ from typing import TypeVar
 from ...errors import DataError
 from ...schema.locations import DATA_FILES, DatasetReference
 from ...storage import files
-from ...storage.address import is_address
+from ...storage.remote import is_address
 from ..example import JSON, BrokenRow, Example
 from ..section import DataSection
 from ._row_sources import PACKED

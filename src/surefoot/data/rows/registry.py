@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import DataError
-from ...storage.address import Address, is_address
+from ...storage.remote import Address, is_address
 from ..example import JSON, BrokenRow
 from ._readers import TextUnit
 from ._remote_rows import Hub, HubName, remote_files

@@ -34,7 +34,7 @@ from ...batch import Features
 from ...errors import DataError
 from ...log import announced
 from ...storage import files
-from ...storage.address import default_cache
+from ...storage.remote import default_cache
 from ..data_order import Index
 from ..example import JSON
 

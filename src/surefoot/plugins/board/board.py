@@ -11,10 +11,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ...checkpoint.looking.listing import added, stored
 from ...errors import RecipeError
 from ...recipe.files import RUN_RECIPE, read_text
 from ...recipe.recipe import changes, load_text
-from ...storage.disk_usage import added, stored
 from ...storage.files import open_inside
 from ...training.callbacks.launches import LOG
 from ...training.callbacks.launches import NAME as LAUNCHES

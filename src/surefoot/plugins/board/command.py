@@ -25,7 +25,7 @@ from rich.text import Text
 from ...checkpoint.disk.commit import committed, step_of
 from ...cli.table import JSON, cell, console, fitted, number, print_json
 from ...errors import RunError, SurefootError, counted
-from ...storage.address import Address, default_cache, is_address
+from ...storage.remote import Address, default_cache, is_address
 from ...terminal_text import duration, one_line
 from .board import Board, matches
 from .run_folders import find_runs, is_run

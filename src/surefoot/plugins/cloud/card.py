@@ -15,8 +15,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Template
 
-from ...checkpoint.disk import trainer_state
-from ...checkpoint.disk.folder import open_checkpoint
+from ...checkpoint.disk.folder import load_trainer_state, open_checkpoint
 from ...checkpoint.disk.manifest import MANIFEST
 from ...checkpoint.layouts.detection import is_sequence_classification
 from ...errors import CheckpointError, RecipeError
@@ -142,7 +141,7 @@ def _json(path: Path) -> dict[str, Any]:
 def _last_metrics(folder: Path, step: int | None) -> dict[str, float]:
     """The last value of each metric up to the step of the checkpoint, by name."""
     try:
-        history = trainer_state.load(folder).get("log_history") or []
+        history = load_trainer_state(folder).get("log_history") or []
     except CheckpointError:
         return {}
     values: dict[str, float] = {}

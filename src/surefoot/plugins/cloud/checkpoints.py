@@ -16,18 +16,22 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ...checkpoint.disk import strict_json, trainer_state
+from ...checkpoint.disk import strict_json
 from ...checkpoint.disk.commit import check_step, step_of, temporary_folder
-from ...checkpoint.disk.folder import CheckpointFolder, open_checkpoint
+from ...checkpoint.disk.folder import (
+    TRAINER_STATE,
+    CheckpointFolder,
+    TrainerStateFile,
+    open_checkpoint,
+)
 from ...checkpoint.disk.manifest import MANIFEST, Manifest, parse
-from ...checkpoint.disk.trainer_state import TrainerStateFile
 from ...checkpoint.looking.listing import CheckpointLine, line_of
 from ...checkpoint.verification import Report, problems_in, verify_checkpoint
 from ...errors import CheckpointError
 from ...storage import files
-from ...storage.address import Address
 from ...storage.files import digest
 from ...storage.parallel_work import in_parallel
+from ...storage.remote import Address
 from .store import Contents, MissingError, Store, StoreError, readable
 
 logger = logging.getLogger(__name__)
@@ -197,12 +201,12 @@ def _line(store: Store, there: Contents, name: str) -> tuple[CheckpointLine, Tra
         raise
     except CheckpointError as error:
         return CheckpointLine(path, step=step_of(path), problem=str(error)), state
-    file = trainer_state.NAME
+    file = TRAINER_STATE
     if 0 < manifest.files.get(file, 0) <= strict_json.MAX_BYTES:
         with contextlib.suppress(CheckpointError):  # a line without a loss is better than none
             data = store.read(f"{name}/{file}")
             if digest(data) == manifest.hashes.get(file):
-                state = trainer_state.read(strict_json.parse_object(data, file))
+                state = TrainerStateFile.of(strict_json.parse_object(data, file))
     wrong = _wrong_length(manifest.files, there.inside(name))
     return line_of(path, manifest, state, wrong), state
 

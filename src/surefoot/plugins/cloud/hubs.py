@@ -34,8 +34,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
 
 from ...errors import first_line, installation
 from ...storage import files
-from ...storage.address import default_cache
-from ...storage.hubs import HubError, Kind, digest_of, locked, offline_setting
+from ...storage.remote import HubError, Kind, default_cache, digest_of, locked, offline_setting
 
 logger = logging.getLogger(__name__)
 LOST = (ConnectionError, TimeoutError, socket.gaierror)

@@ -31,9 +31,9 @@ from ...checkpoint.disk.commit import committed, step_of
 from ...checkpoint.disk.manifest import is_plain_name
 from ...errors import STOP_SIGNALS, CheckpointError, LostPeerError, SurefootError
 from ...storage import files
-from ...storage.address import Address
 from ...storage.child import Child
 from ...storage.parallel_work import in_parallel
+from ...storage.remote import Address
 from .checkpoints import WORKERS, remove, upload
 from .store import MAX_RUN_FILE, Store, readable
 

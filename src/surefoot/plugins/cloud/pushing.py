@@ -33,7 +33,7 @@ from huggingface_hub.utils.sha import git_hash
 
 from ...checkpoint.disk.commit import step_of
 from ...errors import ModelError, counted, first_line
-from ...storage.hubs import HubError, is_repository_name, offline_setting
+from ...storage.remote import HubError, is_repository_name, offline_setting
 from .card import base_name, license_files, license_of, model_card, origin_of
 from .contents import LocalFile, Publication, Redaction, gather, redaction_of
 

@@ -19,7 +19,7 @@ from ...checkpoint.verification import Found, Report, refuse_damaged, set_aside,
 from ...errors import CheckpointError, RunError
 from ...recipe.files import RUN_RECIPE
 from ...storage import files
-from ...storage.address import Address, default_cache
+from ...storage.remote import Address, default_cache
 from .checkpoints import StoredDamageError, download, list_store, verify
 from .mirror import Mirror
 from .store import MAX_RUN_FILE, Contents, Store

@@ -18,7 +18,7 @@ from ...checkpoint.disk.commit import step_of
 from ...checkpoint.disk.manifest import MANIFEST
 from ...errors import CheckpointError, installation
 from ...log import announced
-from ...storage.address import Address
+from ...storage.remote import Address
 
 
 @dataclass(frozen=True)

@@ -29,14 +29,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ...checkpoint.layouts.detection import is_sequence_classification
 from ...checkpoint.layouts.opening import open_folder
-from ...checkpoint.sources.copying import Progress
-from ...checkpoint.sources.source import TensorsInMemory, TensorSource, read_whole
+from ...checkpoint.sources import Progress, TensorsInMemory, TensorSource, read_whole
 from ...errors import ModelError, counted
 from ...model.adapter_files import attach_empty
 from ...model.config import auto_class
 from ...model.lora_targets import adapted
 from ...model.tokenizer import load_tokenizer
-from ...parallel.box import Box
+from ...parallel.sharding import Box
 from ...recipe.files import ADAPTER, read_text
 from ...recipe.recipe import Recipe
 from ...use.exporting.conversion import meta_model, stop_token_ids, whole_model

@@ -28,14 +28,12 @@ from gguf import (
 from gguf.quants import quantize
 from transformers import PretrainedConfig
 
-from ...checkpoint.disk.bytes import ByteStream
 from ...checkpoint.disk.commit import claim, clean_leftovers
-from ...checkpoint.sources.copying import Progress
-from ...checkpoint.sources.source import Shape, TensorSource
+from ...checkpoint.sources import Progress, Shape, TensorSource
 from ...errors import CheckpointError, ModelError
-from ...parallel.box import Box
+from ...parallel.sharding import Box
 from ...storage import files
-from ...storage.parallel_work import ahead
+from ...storage.parallel_work import ByteStream, ahead
 from .architectures import GGUFArchitecture, head_dim, rope_tensors
 from .formats import Bytes, Floats, T, q4_k, q5_k, q6_k
 

@@ -7,8 +7,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from ...checkpoint.converting.origin import Done, Origin, Target
-from ...checkpoint.sources.copying import Progress
+from ...checkpoint.converting.targets import Done, Origin, Target
+from ...checkpoint.sources import Progress
 from ...use.exporting.conversion import model_folders
 
 AdapterFormat = Literal["f16", "f32", "bf16", "q8_0"]

@@ -16,7 +16,7 @@ from ...optim import OPTIMIZERS
 from ...parallel.section import launched
 from ...recipe.files import read_text
 from ...recipe.yaml import parse
-from ...storage.hubs import is_repository_name
+from ...storage.remote import is_repository_name
 from ...training.section import TrackerName
 from .arguments import ARGUMENTS, FILES, RefusedError, near
 from .rules import GivenArguments, Program, Rules, Settings

@@ -13,9 +13,9 @@ from operator import sub
 
 import torch
 
-from ...checkpoint.sources.source import ReplacingSource, Shape, TensorSource
+from ...checkpoint.sources import ReplacingSource, Shape, TensorSource
 from ...errors import CheckpointError, counted
-from ...parallel.box import Box
+from ...parallel.sharding import Box
 
 
 @dataclass(frozen=True)

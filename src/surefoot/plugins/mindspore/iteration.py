@@ -17,7 +17,7 @@ from ...checkpoint.disk.manifest import is_plain_name
 from ...checkpoint.disk.tensorfile import integers, sizes
 from ...checkpoint.layouts.layout import DcpChunk
 from ...errors import CheckpointError, counted
-from ...parallel.box import Box, is_covered_once
+from ...parallel.sharding import Box, is_covered_once
 from ...storage import files
 from .ranks import FOLDER, check_same, step_of, tensor_files
 

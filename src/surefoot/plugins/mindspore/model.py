@@ -11,17 +11,9 @@ from typing import Any
 
 import torch
 
-from ...checkpoint.disk.folder import open_checkpoint
-from ...checkpoint.disk.trainer_state import NAME as TRAINER_STATE
+from ...checkpoint.disk.folder import TRAINER_STATE, FolderWeights, open_checkpoint
 from ...checkpoint.layouts.detection import has_manifest, open_contents, open_weights
-from ...checkpoint.sources.source import (
-    FolderSource,
-    JoinedSource,
-    Renamed,
-    TensorsInMemory,
-    TensorSource,
-)
-from ...checkpoint.sources.weights import FolderWeights
+from ...checkpoint.sources import FolderSource, JoinedSource, Renamed, TensorsInMemory, TensorSource
 from ...errors import CheckpointError
 from ...storage import files
 from .naming import (

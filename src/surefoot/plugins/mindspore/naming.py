@@ -23,9 +23,9 @@ from typing import Literal
 import torch
 
 from ...checkpoint.disk import strict_json
-from ...checkpoint.sources.source import JoinedSource, Renamed, ReplacingSource, Shape, TensorSource
+from ...checkpoint.sources import JoinedSource, Renamed, ReplacingSource, Shape, TensorSource
 from ...errors import CheckpointError
-from ...parallel.box import Box
+from ...parallel.sharding import Box
 from ...storage import files
 from .experts import MCORE, MIXTRAL, Experts, stacked, unstacked
 from .ranks import root_of

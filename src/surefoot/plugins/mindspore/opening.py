@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...checkpoint.disk import strict_json, tensorfile
+from ...checkpoint.disk.folder import FolderWeights, TensorLocation
 from ...checkpoint.layouts.layout import DcpChunk, Layout, Locations, SavedFolder, locations
-from ...checkpoint.sources.weights import FolderWeights, TensorLocation
 from ...checkpoint.state.roles import MODEL
 from ...errors import CheckpointError, counted
-from ...parallel.box import Box, is_covered_once
+from ...parallel.sharding import Box, is_covered_once
 from ...storage import files
 from . import iteration
 from .iteration import whole

@@ -21,7 +21,7 @@ from pathlib import Path
 from ...checkpoint.disk.tensorfile import ITEM_SIZES, TensorFile
 from ...checkpoint.layouts.layout import DcpChunk
 from ...errors import CheckpointError
-from ...parallel.box import Box
+from ...parallel.sharding import Box
 from ...storage import files
 
 FOLDER = re.compile(r"rank_(0|[1-9]\d{0,5})")

@@ -19,12 +19,12 @@ import torch
 
 from ...checkpoint.layouts.detection import detect_layout
 from ...checkpoint.layouts.layout import HuggingFace
-from ...checkpoint.sources.source import JoinedSource, TensorSource, read_whole
+from ...checkpoint.sources import JoinedSource, TensorSource, read_whole
 from ...checkpoint.state.states import local_box_of
 from ...data.order.loader import Loader
 from ...errors import CheckpointError, counted
 from ...model.weights import places
-from ...parallel.box import Box
+from ...parallel.sharding import Box
 from ...run.foreign_resume import ForeignTrainer, expect_adamw, fill_weights, other_model
 from ...training.trainer import Trainer
 from .experts import StackedMatrix, StackedSource

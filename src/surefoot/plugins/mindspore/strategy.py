@@ -29,7 +29,7 @@ from typing import Any
 from ...checkpoint.disk import strict_json
 from ...checkpoint.disk.tensorfile import num_bytes
 from ...errors import CheckpointError, counted
-from ...parallel.box import Box
+from ...parallel.sharding import Box
 from ...schema.named_values import pairs
 from ...storage import files
 

@@ -18,15 +18,25 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
-from ...checkpoint.converting.origin import Done, ModelTarget, Origin, companions
+from ...checkpoint.converting.targets import Done, ModelTarget, Origin, companions
 from ...checkpoint.disk.commit import named, new_folder, refuse_taken, write_small
 from ...checkpoint.disk.folder import companions_of, open_checkpoint
 from ...checkpoint.disk.tensorfile import FilePlan, build, num_bytes
 from ...checkpoint.layouts.detection import detect_layout, has_manifest
-from ...checkpoint.sources.copying import DtypeName, Progress, cast, described, fill_boxes, silent
-from ...checkpoint.sources.source import JoinedSource, TensorsInMemory, TensorSource, read_whole
+from ...checkpoint.sources import (
+    DtypeName,
+    JoinedSource,
+    Progress,
+    TensorsInMemory,
+    TensorSource,
+    cast,
+    described,
+    fill_boxes,
+    read_whole,
+    silent,
+)
 from ...errors import CheckpointError
-from ...parallel.box import Box
+from ...parallel.sharding import Box
 from ...storage import files
 from .iteration import COMMON, HYPER, ITERATION, MAP, METADATA, PART, TRACKER
 from .model import (

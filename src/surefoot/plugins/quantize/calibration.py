@@ -40,12 +40,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ...batch import Features
 from ...checkpoint.layouts.opening import open_folder
-from ...checkpoint.sources.copying import copy
-from ...checkpoint.sources.source import (
+from ...checkpoint.sources import (
     JoinedSource,
     Renamed,
     TensorsInMemory,
     TensorSource,
+    copy,
     read_whole,
 )
 from ...data.text.codec import Codec

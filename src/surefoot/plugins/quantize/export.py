@@ -10,8 +10,7 @@ from pathlib import Path
 
 from ...checkpoint.converting.targets import refuse_taken
 from ...checkpoint.disk.commit import new_folder, write_small
-from ...checkpoint.sources.copying import DtypeName, Progress, copy
-from ...checkpoint.sources.source import TensorSource
+from ...checkpoint.sources import DtypeName, Progress, TensorSource, copy
 from ...errors import ModelError
 from ...storage import files
 from ...use.exporting.conversion import meta_model, num_weights, whole_model

@@ -32,10 +32,10 @@ from compressed_tensors.version import __version__
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...checkpoint.sources.source import Shape, TensorSource, once
+from ...checkpoint.sources import Shape, TensorSource, once
 from ...errors import CheckpointError, ModelError
 from ...model.weights import FullWeights, FusedPlacement, names_in_files, places
-from ...parallel.box import Box
+from ...parallel.sharding import Box
 
 _KEPT = re.compile(r"(^|\.)(gate|router|\w+_gate)$")
 _ROUTERS = re.compile(r"Router|Gating|Gate(?![a-z])")  # classes without the type Linear

@@ -8,8 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from ...checkpoint.converting.origin import Done, Origin, Target
-from ...checkpoint.sources.copying import DtypeName, Progress
+from ...checkpoint.converting.targets import Done, Origin, Target
+from ...checkpoint.sources import DtypeName, Progress
 from ...schema.named_values import ByteSize
 from ...use.exporting.conversion import model_folders
 

@@ -29,11 +29,10 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from ...checkpoint.disk import retention
 from ...checkpoint.disk.commit import named, step_of
-from ...checkpoint.disk.folder import open_checkpoint, tokenizer_of
+from ...checkpoint.disk.folder import metrics_in, open_checkpoint, tokenizer_of
 from ...checkpoint.disk.retention import RetentionPolicy
-from ...checkpoint.disk.trainer_state import finite
+from ...checkpoint.disk.strict_json import finite
 from ...checkpoint.loading import load
 from ...checkpoint.saving.saver import AsyncSaver
 from ...checkpoint.state.roles import Stateful
@@ -214,7 +213,7 @@ class SurefootCheckpoints(TrainerCallback):  # type: ignore[misc]
             step,
             self._states,
             companions={STATE: text.encode()},
-            metrics=retention.metrics_in(state.log_history, metric),
+            metrics=metrics_in(state.log_history, metric),
             protected=() if best is None else (best,),
         )
 

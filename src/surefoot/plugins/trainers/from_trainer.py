@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from ...checkpoint.disk import strict_json
+from ...checkpoint.disk.folder import ADAPTER, ADAPTER_CONFIG, MODEL
 from ...checkpoint.layouts.adapter_merge import CHANGED_BASE
 from ...checkpoint.layouts.detection import detect_layout
 from ...checkpoint.layouts.opening import open_folder
-from ...checkpoint.sources.source import TensorSource, read_whole
-from ...checkpoint.sources.weights import ADAPTER, ADAPTER_CONFIG, MODEL
+from ...checkpoint.sources import TensorSource, read_whole
 from ...data.order.loader import Loader
 from ...errors import CheckpointError, RecipeError, counted
 from ...model.weights import adapter_files

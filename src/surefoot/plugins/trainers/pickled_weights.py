@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from ...checkpoint.disk import strict_json
+from ...checkpoint.disk.folder import DEEPSPEED, DISTRIBUTED
 from ...checkpoint.disk.manifest import is_plain_name
 from ...checkpoint.layouts.detection import detect_layout, is_deepspeed
-from ...checkpoint.sources.source import Renamed, Shape, TensorSource
-from ...checkpoint.sources.weights import DEEPSPEED, DISTRIBUTED
+from ...checkpoint.sources import Renamed, Shape, TensorSource
 from ...errors import CheckpointError, counted
-from ...parallel.box import Box, is_covered_once
+from ...parallel.sharding import Box, is_covered_once
 from ...storage import files
 from ...storage.weight_files import plain_names
 from .pickles import expect_tensor, read_mapped, read_record, read_tensor

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ...checkpoint.converting.origin import Done, Origin, Target
+from ...checkpoint.converting.targets import Done, Origin, Target
 from ...checkpoint.disk import strict_json
 from ...checkpoint.disk.commit import new_folder
 from ...checkpoint.disk.folder import CheckpointFolder, open_checkpoint
@@ -23,8 +23,7 @@ from ...checkpoint.disk.manifest import STATE as OURS
 from ...checkpoint.disk.manifest import is_safetensors
 from ...checkpoint.layouts.opening import open_folder
 from ...checkpoint.loading import load
-from ...checkpoint.sources.copying import Progress, copy
-from ...checkpoint.sources.source import TensorsInMemory, TensorSource
+from ...checkpoint.sources import Progress, TensorsInMemory, TensorSource, copy
 from ...checkpoint.state.roles import FileRole
 from ...checkpoint.verification import ConcurrentCheck
 from ...errors import CheckpointError, counted

@@ -21,11 +21,11 @@ import torch
 from torch import nn
 from transformers.trainer_pt_utils import get_parameter_names
 
-from ...checkpoint.disk import strict_json, trainer_state
+from ...checkpoint.disk import strict_json
 from ...checkpoint.disk.commit import named, step_of
+from ...checkpoint.disk.folder import TrainerStateFile, number
 from ...checkpoint.disk.manifest import MANIFEST
 from ...checkpoint.disk.manifest import STATE as SKELETON
-from ...checkpoint.disk.retention import number
 from ...errors import CheckpointError
 from ...storage import files
 
@@ -141,7 +141,7 @@ def read_progress(folder: Path) -> TrainerProgress:
         epoch=_number(content, "epoch", where),
         max_steps=_count(content, "max_steps", where, 0),
         best_metric=best if best is not None and math.isfinite(best) else None,
-        best_global_step=trainer_state.read(content).best_step,
+        best_global_step=TrainerStateFile.of(content).best_step,
         num_input_tokens_seen=_count(content, "num_input_tokens_seen", where, 0),
         total_flos=_number(content, "total_flos", where, 0),
         log_history=[{k: v for k, v in r.items() if type(v) in (int, float)} for r in log],

@@ -27,9 +27,8 @@ from ...network.draft import Draft, from_config, method_of
 from ...network.runner import ModelForward
 from ...parallel.sharded_model import layers
 from ...parallel.sharding import chunk
-from ...parallel.tensor_parallel import cut_tensors
+from ...parallel.tensor_parallel import VocabParallelLogits, cut_tensors
 from ...parallel.tp_plan import LayerRange, cuts_vocabulary
-from ...parallel.vocab_parallel import VocabParallelLogits
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,7 @@ def held_dtype(name: str, *, on_gpu: bool) -> torch.dtype | None:
 
 @dataclass(frozen=True)
 class FakeAxis:
-    """A ``parallel.collectives.Axis`` without other ranks; the first has the largest shard."""
+    """A ``parallel.world.Axis`` without other ranks; the first has the largest shard."""
 
     size: int
     rank: int = 0

@@ -64,7 +64,7 @@ def size_of_checkpoint(
         kind=dry_run.network.weights.kind,
         companions=saver.companions,
         max_shard_size=recipe.checkpoint.max_shard_size,
-        crew=saver.writers,
+        writers=saver.writers,
     )
     never_updated = live.groups["model"].keys() - frozenset[str]().union(*dry_run.turns)
     weights, optimizer, unchanging = 0, 0, 0

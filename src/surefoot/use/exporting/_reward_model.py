@@ -12,9 +12,9 @@ from safetensors.torch import save
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from ...checkpoint.converting.origin import RewardHead
+from ...checkpoint.converting.targets import RewardHead
 from ...checkpoint.layouts.opening import SCORE, open_role
-from ...checkpoint.sources.source import JoinedSource, Renamed, TensorSource, read_whole
+from ...checkpoint.sources import JoinedSource, Renamed, TensorSource, read_whole
 from ...errors import ModelError
 from ...model.loading import on_meta
 from ...model.packed_attention import one_document

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...checkpoint.converting.origin import (
+from ...checkpoint.converting.targets import (
     Done,
     Hints,
+    HuggingFaceModel,
     Origin,
     RewardHead,
     Target,
@@ -29,7 +30,6 @@ from ...checkpoint.converting.origin import (
     configs,
     read_config,
 )
-from ...checkpoint.converting.targets import HuggingFaceModel
 from ...checkpoint.disk.folder import companions_of
 from ...checkpoint.layouts.adapter_merge import (
     PREFIX,
@@ -42,8 +42,7 @@ from ...checkpoint.layouts.adapter_merge import (
 )
 from ...checkpoint.layouts.detection import is_sequence_classification
 from ...checkpoint.layouts.opening import has_opener, open_any, open_folder, open_named
-from ...checkpoint.sources.copying import DtypeName, Progress, cast, silent
-from ...checkpoint.sources.source import Renamed, Shape, TensorSource
+from ...checkpoint.sources import DtypeName, Progress, Renamed, Shape, TensorSource, cast, silent
 from ...data.section import without_datasets
 from ...data.text.codec import Codec
 from ...data.text.templates import load_template, saved_source
@@ -66,7 +65,7 @@ from ...model.section import ModelSection
 from ...model.tokenizer import load_tokenizer
 from ...model.weights import FullWeights, names_in_files, names_unless_split, places
 from ...network.shard_loading import check_fits, open_base
-from ...parallel.box import Box
+from ...parallel.sharding import Box
 from ...recipe.run_recipe import Damaged
 from .._model_location import locate
 from ..model_loading import ModelFolders, find_parts, with_valid

@@ -2,22 +2,20 @@
 
 Writing: space is reserved, then every tensor is written directly from its memory to its final
 position, and hashed block by block while the block is in the CPU cache. Reading: a box is read
-directly from the file into its tensor. Neither needs more memory than one block. A stream of
-consecutive bytes goes past the page cache through two buffers.
+directly from the file into its tensor. Neither needs more memory than one block.
 """
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from operator import add
 
 import torch
 
 from ...errors import CheckpointError
-from ...parallel.box import Box
+from ...parallel.sharding import Box
 from ...storage import files
+from ...storage.parallel_work import ByteStream
 from .manifest import Piece
 from .tensorfile import FilePlan, TensorEntry, TensorFile, ranges_of
 
@@ -153,51 +151,3 @@ def _check_bools(tensor: torch.Tensor, file: TensorFile, key: str) -> None:
     """Reject a bool that is neither 0 nor 1, with which torch behaves inconsistently."""
     if tensor.dtype == torch.bool and tensor.numel() and tensor.view(torch.uint8).max() > 1:
         raise CheckpointError(f"{file.path}: {key}: a bool must be 0 or 1")
-
-
-_BUFFER = 4 << 20  # bytes handed to the disk at a time
-
-
-class ByteStream:
-    """Fills ``file``; of two page-aligned buffers, one is written while the other is filled."""
-
-    def __init__(self, file: files.File) -> None:
-        self._file = file
-        self._buffers = [memoryview(mmap.mmap(-1, _BUFFER)) for _ in range(2)]
-        self._filled = 0
-        self._offset = 0  # in the file, of the buffer being filled
-        self._pool = ThreadPoolExecutor(1)
-        self._writing: Future[None] | None = None
-
-    def __enter__(self) -> ByteStream:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with self._pool:
-            if kind is None:
-                self._hand_over()
-                self._wait()
-                self._file.sync()
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Add ``data``, which may change afterwards. ``OSError`` if an earlier write failed."""
-        view = memoryview(data)
-        while view:
-            count = min(len(view), _BUFFER - self._filled)
-            self._buffers[0][self._filled : self._filled + count] = view[:count]
-            self._filled += count
-            view = view[count:]
-            if self._filled == _BUFFER:
-                self._hand_over()
-
-    def _hand_over(self) -> None:
-        self._wait()
-        full = self._buffers[0][: self._filled]
-        self._writing = self._pool.submit(self._file.write_at, self._offset, full)
-        self._offset, self._filled = self._offset + self._filled, 0
-        self._buffers.reverse()
-
-    def _wait(self) -> None:
-        if self._writing is not None:
-            self._writing.result()
-            self._writing = None

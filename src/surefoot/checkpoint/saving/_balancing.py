@@ -1,7 +1,4 @@
-"""Write plan of a joint save: which boxes each rank owns, and which of them it writes.
-
-Each rank sends the boxes of its tensors, and all compute the same plan. They send them again only
-if they have changed since the last save; otherwise a digest of a few bytes is enough.
+"""Which boxes of tensors each rank of a joint save writes.
 
 ``balance`` assigns every element to exactly one rank that has it, so that all ranks write about the
 same number of bytes. It is pure arithmetic over the boxes that each rank has, so all ranks compute
@@ -10,17 +7,13 @@ the same result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
 
 from ...errors import CheckpointError, counted
-from ...parallel.box import Box, is_covered_once
-from ...storage.files import digest
-from ..disk.commit import new_nonce
-from ..disk.manifest import Layout
-from ..disk.tensorfile import Tensors, num_bytes
+from ...parallel.sharding import Box, is_covered_once
+from ..disk.tensorfile import num_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,55 +30,7 @@ class LocalTensor:
         return num_bytes(self.dtype, self.box.shape)
 
 
-Exchange = Callable[[Any], list[Any]]  # what every process has passed to it, in order of rank
-Broadcast = Callable[[Any], Any]  # what rank 0 has passed to it
 Holding = Mapping[str, Mapping[str, LocalTensor]]  # role -> name -> what a process holds
-
-
-@dataclass(frozen=True)
-class SavePlan:
-    """The plan that all ranks have computed alike."""
-
-    tensors: Mapping[str, Tensors]  # by role: the type and whole shape of each, of all processes
-    mine: Mapping[str, Mapping[str, Box]]  # by role and name: what this process writes
-    optimizers: Mapping[str, Mapping[str, Any]]  # by role: states without tensors, of all processes
-
-
-@dataclass(frozen=True)
-class WriterGroup:
-    """The ranks of a joint save, as one of them sees them, and how they communicate."""
-
-    layout: Layout = "full"
-    rank: int = 0
-    size: int = 1
-    mesh: Mapping[str, int] = field(default_factory=dict)
-    exchange: Exchange = lambda value: [value]
-    from_first: Broadcast = lambda value: value  # waits for rank 0 as long as a save takes
-    _plans: dict[tuple[str, ...], SavePlan] = field(
-        default_factory=dict, repr=False, compare=False
-    )  # the last one, by the digests of what each rank has
-
-    def agree(
-        self, holding: Holding, optimizers: Mapping[str, Mapping[str, Any]], parent: str | None
-    ) -> tuple[str, str | None, SavePlan]:
-        """Exchange which boxes each rank has; a collective call. Raises on every rank if these do
-        not fit together.
-
-        ``optimizers`` are states without tensors, in a pipeline of some parameters only. Returns
-        rank 0's nonce of the temporary folder, its ``parent``, and the plan.
-        """
-        own_state = holding, optimizers
-        answers = self.exchange((digest(repr(own_state).encode()), new_nonce(), parent))
-        digests = tuple(own_digest for own_digest, _, _ in answers)
-        if digests not in self._plans:
-            plan = _plan(self.exchange(own_state), self.rank)
-            self._plans.clear()
-            self._plans[digests] = plan
-        _, nonce, parent = answers[0]
-        return nonce, parent, self._plans[digests]
-
-
-ALONE = WriterGroup()
 
 
 def shared_out(holdings: Sequence[Holding]) -> list[dict[str, dict[str, Box]]]:
@@ -100,20 +45,6 @@ def shared_out(holdings: Sequence[Holding]) -> list[dict[str, dict[str, Box]]]:
             role, _, name = full_name.partition("/")
             share.setdefault(role, {})[name] = box
     return shares
-
-
-def _plan(states_of_ranks: list[tuple[Holding, Mapping[str, Any]]], rank: int) -> SavePlan:
-    mine = shared_out([tensors for tensors, _ in states_of_ranks])[rank]
-    whole: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
-    optimizers: dict[str, dict[str, Any]] = {}
-    for tensors, states in states_of_ranks:
-        for role, local_tensors in tensors.items():
-            for name, tensor in local_tensors.items():
-                whole.setdefault(role, {}).setdefault(name, (tensor.dtype, tensor.shape))
-        for role, state in states.items():
-            merged = optimizers.setdefault(role, {})
-            merged |= {name: slots for name, slots in state.items() if name not in merged}
-    return SavePlan(whole, mine, optimizers)
 
 
 FINE = 16  # what is at most 1/16 of a rank's share is not divided, and a cut misses by that at most

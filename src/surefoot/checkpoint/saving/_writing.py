@@ -28,9 +28,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from ...errors import CheckpointError
-from ...parallel.box import Box
+from ...parallel.sharding import Box
 from ...storage import files
-from ...storage.disk_usage import num_names
 from ..disk.commit import delete, part_of, refuse_existing, step_of, temporary_folder
 from ..disk.folder import CheckpointFolder, open_checkpoint
 from ..disk.manifest import (
@@ -243,7 +242,11 @@ def write_files(
     def is_linked(shard: Shard) -> bool:
         """Whether ``shard`` is equal to a file of the parent, and has been linked to it."""
         name = None if parent is None else equal_file(parent, shard, content)
-        if parent is None or name is None or num_names(parent.path / name) >= job.most_sharing:
+        if (
+            parent is None
+            or name is None
+            or files.num_names(parent.path / name) >= job.most_sharing
+        ):
             return False  # damage to a file of many checkpoints would be damage to all of them
         make_parent(folder, shard.plan.name)
         if not files.share(parent.path / name, folder / shard.plan.name):

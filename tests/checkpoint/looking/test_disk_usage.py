@@ -7,7 +7,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.storage.disk_usage import added, freed, stored
+from surefoot.checkpoint.looking.listing import added, freed, stored
 
 SIZES = (10_000, 50_000, 3)
 

@@ -1,1 +1,0 @@
-"""Tensor sources: lazy tensors in files, and views of them."""
