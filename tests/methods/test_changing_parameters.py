@@ -55,15 +55,15 @@ def at(project, folder, method, save_steps):
         recipe,
         method=method,
         train=replace(recipe.train, output_dir=folder),
-        checkpoint=replace(recipe.checkpoint, save_steps=save_steps),
+        checkpoint=replace(recipe.checkpoint, save_steps=save_steps, keep=9),
     )
 
 
 @pytest.fixture(scope="module", params=[BADAM, LISA_2], ids=["badam", "lisa"])
 def whole(request, project, tmp_path_factory):
-    """A method, the folder of an uninterrupted run, and what was seen in it."""
+    """A method, the folder of a run that saved every step, and what was seen in it."""
     watch, folder = Watch(), tmp_path_factory.mktemp("whole")
-    build(at(project, folder, request.param, 100), callbacks=[watch]).fit()
+    build(at(project, folder, request.param, 1), callbacks=[watch]).fit()
     return request.param, folder, watch
 
 
@@ -75,15 +75,13 @@ def test_a_run_that_trains_some_layers_at_a_time_resumes_to_the_same_bits(
     if method is BADAM:
         assert [watch.layers[step] for step in (1, 3, 4, 6, 7, 8)] == [{0}, {0}, {1}, {1}, {2}, {2}]
 
-    cut = at(project, tmp_path / "cut", method, saved)
-    build(cut, callbacks=[Watch(last=saved + 1)]).fit()
-    moments = load_file(tmp_path / "cut" / f"checkpoint-{saved}" / "optimizer.safetensors")
+    moments = load_file(folder / f"checkpoint-{saved}" / "optimizer.safetensors")
     trained = {name.rpartition(".")[0] for name in moments}
     assert {int(name.split(".")[2]) for name in trained - ENDS} == watch.layers[saved]
     assert trained & ENDS == (set() if method is BADAM else ENDS)
 
     again, rest = Watch(), at(project, tmp_path / "rest", method, saved)
-    build(rest, resume=tmp_path / "cut" / f"checkpoint-{saved}", callbacks=[again]).fit()
+    build(rest, resume=folder / f"checkpoint-{saved}", callbacks=[again]).fit()
     assert again.layers == {step: watch.layers[step] for step in range(saved + 1, STEPS + 1)}
     assert again.moments == {step: watch.moments[step] for step in range(saved + 1, STEPS + 1)}
     assert losses(tmp_path / "rest") == losses(folder)  # the checkpoint contains the earlier log
@@ -128,11 +126,11 @@ def test_float32_masters_are_those_of_the_active_block(project, tmp_path):
     assert_same(final_weights(tmp_path / "rest"), final_weights(tmp_path / "whole"))
 
 
-def test_checkpoints_inside_a_block_share_what_it_does_not_train(project, tmp_path):
-    recipe = at(project, tmp_path / "run", BADAM, 1)
-    recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, keep=9))
-    build(recipe, callbacks=[Watch(last=4)]).fit()
-    folders = [tmp_path / "run" / f"checkpoint-{step}" for step in (1, 2, 3, 4)]
+def test_checkpoints_inside_a_block_share_what_it_does_not_train(whole):
+    method, folder, _ = whole
+    if method is LISA_2:
+        return  # it trains the embeddings at every step, most of these weights
+    folders = [folder / f"checkpoint-{step}" for step in (1, 2, 3, 4)]
     weights = [{p.stat().st_ino: p.stat().st_size for p in f.glob("model*")} for f in folders]
     size = sum(weights[0].values())
     new = [

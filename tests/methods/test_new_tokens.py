@@ -182,7 +182,7 @@ def test_modules_that_are_saved_without_the_head_leave_its_new_rows_and_are_refu
         build(load(project.recipe, ["method.lora.modules_to_save=[lm_head]"]))
 
 
-@pytest.mark.parametrize("kind", EXPECTED)
+@pytest.mark.parametrize("kind", ["qwen2", pytest.param("llama", marks=pytest.mark.proof)])
 @pytest.mark.filterwarnings(TIED)
 def test_an_adapter_with_full_matrices_is_continued_without_naming_its_tokens(kind, tmp_path):
     lora = {"lora": {"rank": 2, "modules_to_save": ["embed_tokens", "lm_head"]}}

@@ -6,10 +6,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 import folders
-import ranks
 import tiny
 from adapted import logits, saved, trained
-from spread import learn, resume, save
 from surefoot.checkpoint.converting.targets import HuggingFaceModel
 from surefoot.errors import CheckpointError, RecipeError
 from surefoot.methods import OFT, LoRA
@@ -18,8 +16,6 @@ from surefoot.network.draft import NetworkOptions
 from surefoot.network.open import open_network
 from surefoot.parallel.world import ALONE
 from surefoot.use import export
-from test_experts import in_files
-from test_startup import begun
 
 METHOD = OFT(block_size=4, dropout=0.3)
 CLOSE = {"atol": 1e-6, "rtol": 1e-5}
@@ -34,11 +30,6 @@ def folder(tmp_path_factory):
 def opened(folder, method, **section):
     section = ModelSection(path=str(folder), **section)
     return open_network(folder, section, None, ALONE, NetworkOptions(method=method))
-
-
-def same(one, other):
-    one, other = in_files(one), in_files(other)
-    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
 
 
 def test_it_starts_as_the_base_opens_in_peft_and_continues(folder, tmp_path):
@@ -58,27 +49,6 @@ def test_it_starts_as_the_base_opens_in_peft_and_continues(folder, tmp_path):
         CheckpointError, match=r"peft_type OFT cannot be merged.*a rotation.*merge_and_unload"
     ):
         export(adapter, tmp_path / "merged", HuggingFaceModel(base=str(folder)))
-
-
-def test_two_shards_train_what_one_rank_does_and_resume_to_the_same_bits(folder, tmp_path):
-    method = OFT(block_size=4)
-    alone = begun(ALONE, folder, method=method)
-    expected = learn(alone, 2)
-
-    def work(world):
-        made = begun(world, folder, method=method)
-        figures = learn(made, 2)
-        halfway = save(made, tmp_path / "two")
-        learn(made, 1)
-        end = save(made, tmp_path / "two")
-        other = resume(begun(world, folder, method=method), halfway)
-        learn(other, 1)
-        return figures, end, save(other, tmp_path / "resumed")
-
-    figures, end, resumed = ranks.run(2, work, dp_shard=2)[0]
-    assert same(resumed, end)
-    for ours, theirs in zip(figures, expected, strict=True):
-        assert ours == pytest.approx(theirs, abs=1e-5, rel=1e-5)
 
 
 @pytest.mark.parametrize(

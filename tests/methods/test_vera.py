@@ -10,10 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import folders
-import ranks
 import tiny
 from adapted import logits, saved, trained
-from spread import learn, resume, save
 from surefoot.checkpoint.converting.targets import HuggingFaceModel
 from surefoot.errors import CheckpointError, ModelError, RecipeError
 from surefoot.methods import VeRA
@@ -24,8 +22,6 @@ from surefoot.parallel.world import ALONE
 from surefoot.plugins.gguf.targets import GGUFAdapter
 from surefoot.storage.weight_files import KINDS
 from surefoot.use import export
-from test_experts import in_files
-from test_startup import begun
 
 METHOD = VeRA(rank=24, dropout=0.3)
 CLOSE = {"atol": 1e-6, "rtol": 1e-5}
@@ -96,30 +92,6 @@ def test_matrices_that_are_not_in_the_file_are_missed(folder, adapter, tmp_path)
     (path / "adapter_config.json").write_text(json.dumps(config | {"save_projection": False}))
     with pytest.raises(CheckpointError, match=r"vera_A is missing \(save_projection: false\)"):
         export(path, tmp_path / "merged", HuggingFaceModel(base=str(folder)))
-
-
-@pytest.mark.parametrize("axis", ["dp_shard", "pp"])
-def test_two_ranks_train_what_one_does_and_resume_to_the_same_bits(tmp_path, axis):
-    folder = folders.save_model(tmp_path / "base", num_hidden_layers=2)
-    method = VeRA(rank=24)
-    expected = learn(begun(ALONE, folder, method=method), 2)
-
-    def work(world):
-        made = begun(world, folder, method=method)
-        figures = learn(made, 2)
-        halfway = save(made, tmp_path / "two")
-        learn(made, 1)
-        end = save(made, tmp_path / "two")
-        other = resume(begun(world, folder, method=method), halfway)
-        learn(other, 1)
-        return figures, end, save(other, tmp_path / "resumed")
-
-    figures, end, resumed = ranks.run(2, work, **{axis: 2})[0]
-    one, other = in_files(resumed), in_files(end)
-    assert one.keys() == other.keys() >= {"base_model.vera_A", "base_model.vera_B"}
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    for ours, theirs in zip(figures, expected, strict=True):
-        assert ours == pytest.approx(theirs, abs=1e-5, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,8 @@ def test_a_resumed_run_has_the_noise_of_the_uninterrupted_one(tmp_path):
     assert losses(tmp_path / "cut") == losses(project.run)
     assert_same(final_weights(tmp_path / "cut"), final_weights(project.run))
     plain = {"train.output_dir": str(tmp_path / "plain"), "model.neftune_noise_alpha": None}
-    surefoot.train(project.recipe, **plain)
-    assert losses(tmp_path / "plain") != losses(project.run)
+    surefoot.train(project.recipe, **plain, **{"train.max_steps": 1})
+    assert losses(tmp_path / "plain")[1] != losses(project.run)[1]
 
 
 class Noisy(Full):

@@ -94,7 +94,9 @@ def test_a_shared_prompt_teaches_what_two_prompts_teach(kind, attention, changes
 @given(lengths=st.lists(st.tuples(*[st.integers(1, 8)] * 3), min_size=1, max_size=3))
 def test_lengths_do_not_matter(lengths):
     found = [pair(*parts, seed=i) for i, parts in enumerate(lengths)]
-    plain, model = (tiny.model("mistral", dtype=torch.float64) for _ in range(2))
+    plain, model = (
+        tiny.model("mistral", dtype=torch.float64, num_hidden_layers=2) for _ in range(2)
+    )
     use_packed(model)
     compare(learnt(model, [collate_pairs(found, packing=True)]), learnt(plain, alone(found)))
 

@@ -23,7 +23,11 @@ AUDIO = {"hidden_size": 32, "intermediate_size": 48, "num_blocks": 2, "num_atten
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 SETTINGS = {
     "gemma3": {"text_config": TEXT, "vision_config": VISION, "mm_tokens_per_image": 4},
-    "gemma4": {"text_config": TEXT, "vision_config": {**VISION, "head_dim": 8}},
+    "gemma4": {
+        # its own table of embeddings for each layer has 262,144 rows otherwise
+        "text_config": {**TEXT, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8},
+        "vision_config": {**VISION, "head_dim": 8},
+    },
     "git": {
         **{name: TEXT[name] for name in TEXT if name not in ("num_key_value_heads", "head_dim")},
         "vision_config": VISION,

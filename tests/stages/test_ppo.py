@@ -124,41 +124,6 @@ def test_without_a_penalty_there_is_no_reference():
     assert "kl" not in window.figures
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_the_loss_and_its_gradients_are_those_of_the_formula(packing):
-    stage = stage_of("ppo", **PLAIN, value_coefficient=0.3)
-    window = stage.prepare(Rollouts([1.0, 0.5, 0.0, 2.0, 0.25, -1.0]), PROMPTS)
-    batch = stage.collate(window.examples, packing=packing)
-    count = batch.num_trained
-    made = torch.Generator().manual_seed(0)
-    logps = (torch.randn(count, dtype=torch.float64, generator=made) / 3 - 1).requires_grad_()
-    values = torch.randn(count, dtype=torch.float64, generator=made).requires_grad_()
-    loss = stage.loss("policy", Outputs(logps=logps, values=values), batch)
-    known = [np.concatenate(column) for column in columns(window.examples).values()]
-
-    def total(logps, values):
-        found = 0.0
-        for logp, value, old, before, advantage, wanted in zip(
-            logps.tolist(), values.tolist(), *known, strict=True
-        ):
-            ratio = math.exp(logp - old)
-            found -= min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
-            near = before + min(max(value - before, -0.2), 0.2)
-            found += 0.3 * 0.5 * max((value - wanted) ** 2, (near - wanted) ** 2)
-        return found
-
-    assert float(loss.total.detach()) == pytest.approx(total(logps, values), rel=1e-12)
-    assert loss.weight == count
-    slopes = torch.autograd.grad(loss.total, [logps, values])
-    for which, slope in enumerate(slopes):
-        for token in range(count):
-            near = [[logps.detach().clone(), values.detach().clone()] for _ in range(2)]
-            near[0][which][token] += 1e-6
-            near[1][which][token] -= 1e-6
-            up, down = (total(*pair) for pair in near)
-            assert float(slope[token]) == pytest.approx((up - down) / 2e-6, abs=1e-6)
-
-
 def test_the_first_step_has_the_gradient_of_reinforce():
     stage = stage_of("ppo", **PLAIN, value_coefficient=0.0)
     window = stage.prepare(Rollouts([1.0, 0.5, 0.0, 2.0, 0.25, -1.0]), PROMPTS)

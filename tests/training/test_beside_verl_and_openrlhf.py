@@ -150,12 +150,14 @@ def test_micro_batches_that_are_divided_by_global_counts_are_verls():
         assert slopes_of(ours, logps) == close(VERL["micro_batches"]["gradient"])
 
 
-def test_ppo_is_openrlhfs_loss_of_the_policy_and_of_the_values():
+@pytest.mark.parametrize("packing", [True, False])
+def test_ppo_is_openrlhfs_loss_of_the_policy_and_of_the_values(packing):
     """Each token has an advantage of its own."""
     stage = stage_of("ppo", clip=0.2, value_clip=0.2, value_coefficient=0.3)
-    batch = stage.collate(policy_items(GIVEN["token_advantages"]), packing=False)
+    batch = stage.collate(policy_items(GIVEN["token_advantages"]), packing=packing)
     logps, values = given("logps").requires_grad_(), given("values").requires_grad_()
     loss = stage.loss("policy", Outputs(logps=logps, values=values), batch)
+    assert loss.weight == batch.num_trained
     ours, policy = loss.total / loss.weight, OPENRLHF["token_policy"]
     errors = OPENRLHF["values"]["0.2"]
     assert ours.item() == close(policy["value"] + 0.3 * errors["value"])

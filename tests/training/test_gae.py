@@ -4,12 +4,10 @@ import math
 
 import numpy as np
 import pytest
-import torch
 
 from surefoot.training.policy_gradient import (
     RunningMoments,
     adapted_coefficient,
-    clipped_value_losses,
     explained_variance,
     generalized_advantages,
     kl_estimates,
@@ -18,26 +16,6 @@ from surefoot.training.policy_gradient import (
 
 RANDOM = np.random.default_rng(3)
 REWARDS, VALUES = RANDOM.normal(size=7), RANDOM.normal(size=7)
-
-
-def by_definition(gamma, gae_lambda):
-    """The sum over later one-step errors, each discounted by ``gamma lambda``."""
-    count = len(VALUES)
-    after = [*VALUES[1:], 0.0]
-    deltas = [REWARDS[t] + gamma * after[t] - VALUES[t] for t in range(count)]
-    discount = gamma * gae_lambda
-    return [
-        math.fsum(discount ** (later - t) * deltas[later] for later in range(t, count))
-        for t in range(count)
-    ]
-
-
-@pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
-@pytest.mark.parametrize("gae_lambda", [1.0, 0.95, 0.5, 0.0])
-def test_advantages_are_the_discounted_sums_of_later_errors(gamma, gae_lambda):
-    found = generalized_advantages(REWARDS, VALUES, gamma=gamma, gae_lambda=gae_lambda)
-    assert found.dtype == np.float64
-    assert found == pytest.approx(by_definition(gamma, gae_lambda), rel=1e-12, abs=1e-12)
 
 
 def test_lambda_one_is_the_reward_to_go_and_lambda_zero_the_next_step():
@@ -64,24 +42,6 @@ def test_the_variance_that_values_explain():
     halves = [one / 2 for one in returns]
     assert explained_variance(halves, returns) == pytest.approx(0.75)
     assert explained_variance(returns, [0 * one for one in returns]) == 0
-
-
-@pytest.mark.parametrize("clip", [None, 0.2])
-def test_value_losses_and_their_gradients_are_those_of_the_formula(clip):
-    made = torch.Generator().manual_seed(1)
-    values, old, returns = torch.randn(3, 50, dtype=torch.float64, generator=made)
-    values.requires_grad_()
-    losses = clipped_value_losses(values, old, returns, clip)
-    (slopes,) = torch.autograd.grad(losses.sum(), values)
-    rows = [x.tolist() for x in (values.detach(), old, returns, losses.detach(), slopes)]
-    for value, before, wanted, loss, slope in zip(*rows, strict=True):
-        free, near = (value - wanted) ** 2, -1.0
-        if clip is not None:
-            bounded = before + min(max(value - before, -clip), clip)
-            near = (bounded - wanted) ** 2
-        assert loss == pytest.approx(0.5 * max(free, near), rel=1e-12)
-        is_free = free >= near or (clip is not None and abs(value - before) <= clip)
-        assert slope == pytest.approx(value - wanted if is_free else 0.0, rel=1e-12)
 
 
 def test_estimates_of_the_kl_divergence():

@@ -91,44 +91,52 @@ def test_a_split_step_is_bitwise_that_of_a_run_with_the_smaller_size(
     assert "set train.micro_batch_size=2" in caplog.text
 
 
-def test_a_split_in_the_middle_is_a_resume_with_the_smaller_size(tmp_path):
-    options = {"method": METHODS["lora"], "global_batch_size": 8, "save_steps": 1}
-    whole = small.trainer(tmp_path / "a", micro_batch_size=4, **options)
-    Device(16, step=4).put_into(whole).fit()
-    small.trainer(tmp_path / "b", small.StopAt(3), micro_batch_size=4, **options).fit()
-    resumed = small.trainer(tmp_path / "b", micro_batch_size=sizes(whole), **options)
-    small.resume(resumed, tmp_path / "b" / "checkpoint-3").fit()
-    small.assert_same_weights(small.weights(whole), small.weights(resumed))
+LORA = {"method": METHODS["lora"], "global_batch_size": 8}
 
 
-@pytest.mark.parametrize("saved", [3, 6])
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of micro-batches of 4 examples, from its fifth step on of 2; its folder, its log."""
+    folder, log = tmp_path_factory.mktemp("whole"), small.Seen()
+    built = small.trainer(folder, log, micro_batch_size=4, save_steps=2, **LORA)
+    Device(16, step=5).put_into(built).fit()
+    assert json.loads((folder / FILE).read_text())["micro_batch_size"] == [[5, 2, 4]]
+    return built, folder, log
+
+
+def resumed(whole, folder, saved, *members, **options):
+    """A run with all the memory it needs, that goes on from a checkpoint of the whole one."""
+    name = f"checkpoint-{saved}"
+    shutil.copytree(whole[1] / name, folder / name)
+    built = small.trainer(folder, *members, save_steps=None, **{**LORA, **options})
+    small.resume(built, folder / name).fit()
+    return built
+
+
+def test_a_split_in_the_middle_is_a_resume_with_the_smaller_size(whole, tmp_path):
+    second = resumed(whole, tmp_path, 4, micro_batch_size=2)
+    small.assert_same_weights(small.weights(whole[0]), small.weights(second))
+
+
+@pytest.mark.parametrize("saved", [4, 6])
 def test_a_resume_begins_with_the_smaller_size_and_repeats_each_step_with_its_own(
-    saved, tmp_path, caplog
+    saved, whole, tmp_path, caplog
 ):
     """A checkpoint before the split, whose size is in the run's file alone; and one after it."""
     caplog.set_level(logging.WARNING)
-    options = {"method": METHODS["lora"], "global_batch_size": 8, "micro_batch_size": 4}
-    whole_log, again_log = small.Seen(), small.Seen()
-    whole = Device(16, step=5).put_into(small.trainer(tmp_path / "a", whole_log, **options))
-    whole.fit()
-    shutil.copytree(tmp_path / "a" / f"checkpoint-{saved}", tmp_path / "b" / f"checkpoint-{saved}")
-    shutil.copy(tmp_path / "a" / FILE, tmp_path / "b")
-    second = small.trainer(tmp_path / "b", again_log, **options)  # with all the memory it needs
-    caplog.clear()
-    small.resume(second, tmp_path / "b" / f"checkpoint-{saved}").fit()
-    small.assert_same_weights(small.weights(second), small.weights(whole))
-    assert again_log.losses == {n: x for n, x in whole_log.losses.items() if n > saved}
+    log = small.Seen()
+    shutil.copy(whole[1] / FILE, tmp_path)
+    second = resumed(whole, tmp_path, saved, log, micro_batch_size=4)
+    small.assert_same_weights(small.weights(second), small.weights(whole[0]))
+    assert log.losses == {n: x for n, x in whole[2].losses.items() if n > saved}
     assert "from step 5 on, as memory did not suffice for train.micro_batch_size=4" in caplog.text
 
 
 @pytest.mark.parametrize("change", [{"micro_batch_size": 8}, {"on_out_of_memory": "stop"}])
-def test_another_size_in_the_recipe_is_tried_from_the_resumed_step_on(change, tmp_path):
-    options = {"global_batch_size": 8, "micro_batch_size": 4}
-    Device(16, step=2).put_into(small.trainer(tmp_path, small.StopAt(3), **options)).fit()
-    assert json.loads((tmp_path / FILE).read_text())["micro_batch_size"] == [[2, 2, 4]]
-    second = small.trainer(tmp_path, **{**options, **change})
-    small.resume(second, tmp_path / "checkpoint-3").fit()
-    assert sizes(second) == {**options, **change}["micro_batch_size"]
+def test_another_size_in_the_recipe_is_tried_from_the_resumed_step_on(change, whole, tmp_path):
+    shutil.copy(whole[1] / FILE, tmp_path)
+    second = resumed(whole, tmp_path, 6, **{"micro_batch_size": 4, **change})
+    assert sizes(second) == change.get("micro_batch_size", 4)
 
 
 def test_a_single_example_that_does_not_fit_is_named_with_a_cure(tmp_path):
@@ -144,9 +152,8 @@ def test_a_single_example_that_does_not_fit_is_named_with_a_cure(tmp_path):
     assert "\n" not in told
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
+def test_main_memory_is_memory_as_well(tmp_path):
+    errors = [
         RuntimeError(
             "[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate"
             " memory: you tried to allocate 6871947673600 bytes."
@@ -154,14 +161,18 @@ def test_a_single_example_that_does_not_fit_is_named_with_a_cure(tmp_path):
         MemoryError(),
         RuntimeError("std::bad_alloc"),
         OSError(12, "Cannot allocate memory"),
-    ],
-)
-def test_main_memory_is_memory_as_well(error, tmp_path):
-    built = small.trainer(
-        tmp_path, global_batch_size=4, micro_batch_size=4, max_steps=1, save_steps=None
-    )
-    Device(18, error=lambda: error).put_into(built).fit()
-    assert sizes(built) == 2
+    ]
+    options = {"items": small.examples(16), "max_steps": 1, "save_steps": None}
+    built = small.trainer(tmp_path, global_batch_size=16, micro_batch_size=16, **options)
+
+    def fail(module, args):
+        if errors:
+            raise errors.pop()
+
+    built.policy.network.inner.get_decoder().register_forward_pre_hook(fail)
+    built.fit()
+    assert not errors
+    assert sizes(built) == 1  # halved by each of the four
 
 
 def test_other_errors_and_stop_are_raised_as_they_are(tmp_path):

@@ -73,7 +73,7 @@ def gaps(folder):
     ("form", "method"),
     [
         ("vllm", "lora"),
-        ("vllm", "full"),
+        pytest.param("vllm", "full", marks=pytest.mark.proof),
         pytest.param("sglang", "lora", marks=pytest.mark.proof),
         ("sglang", "full"),
         ("openai", "lora"),
@@ -171,7 +171,7 @@ class StopAt(TrainerCallback):
         control.should_training_stop |= state.global_step == self.step
 
 
-@pytest.mark.parametrize("surrogate", ["clip", "rloo"])
+@pytest.mark.parametrize("surrogate", ["clip", pytest.param("rloo", marks=pytest.mark.proof)])
 def test_a_run_that_stops_between_the_passes_of_a_window_ends_with_the_same_bits(
     surrogate, tmp_path
 ):

@@ -14,6 +14,8 @@ from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.errors import RunError
 from surefoot.generate.responses import Chooser
+from surefoot.recipe.recipe import load as load_recipe
+from surefoot.run.assembly import build
 from surefoot.training import TrainerCallback
 from surefoot.training.windows import WindowState, inner_steps
 
@@ -66,7 +68,10 @@ class Kill(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("stage", ["kto", "grpo", "ppo", "distill"])
+@pytest.mark.parametrize(
+    "stage",
+    ["ppo", *(pytest.param(s, marks=pytest.mark.proof) for s in ("kto", "grpo", "distill"))],
+)
 def test_a_run_killed_inside_a_window_is_resumed_to_the_same_bits(stage, tmp_path):
     """Of grpo and ppo a window is 4 steps, and what was sampled is not sampled again; ppo keeps its
     coefficient and the moments of all scores from window to window."""
@@ -166,7 +171,7 @@ def test_a_run_killed_within_is_resumed_to_the_same_bits(
 
 def test_steps_of_windows_fill_an_epoch(tmp_path):
     made = Project(tmp_path, stage=written("grpo"), train={"max_steps": None, "num_epochs": 0.5})
-    state = surefoot.train(made.recipe).state
+    state = build(load_recipe(made.recipe)).state
     assert state.max_steps == 0.5 * 6 * 4  # 24 prompts, 4 a window, 4 steps each
 
 

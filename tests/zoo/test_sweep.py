@@ -6,7 +6,6 @@ from zoo import architectures, page, sweep
 
 SAMPLE = {  # what broke once, in a few seconds
     "falcon_h1": ["resume"],
-    "gpt2": ["resume"],
     "afmoe": ["packed", "resume"],
     "llama4_text": ["packed"],
     "gemma3n_text": ["full"],

@@ -100,49 +100,37 @@ def test_the_smoothed_curve_does_not_lag():
     assert smoothed([1.0, float("nan"), 3.0, 4.0])[-1] == 4.0
 
 
-def test_tensorboard_holds_every_step_once_after_a_crash_and_a_resume(tmp_path):
-    event_accumulator = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator"
-    )
-    board = tmp_path / "board"
-    first = small.trainer(tmp_path, TensorBoard(board), small.StopAt(5))
-    first.fit()
-    second = small.trainer(tmp_path, TensorBoard(board))
-    small.resume(second, tmp_path / "checkpoint-3").fit()
-    reader = event_accumulator.EventAccumulator(str(board))
+def resumed_on_a_board(folder, *first):
+    """A run that was stopped after step 5 and resumed from step 3, and the losses on its board."""
+    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    small.trainer(folder, *first, small.StopAt(5)).fit()
+    second = small.trainer(folder, TensorBoard(folder / "board"))
+    small.resume(second, folder / "checkpoint-3").fit()
+    reader = reading.EventAccumulator(str(folder / "board"))
     reader.Reload()
-    assert [event.step for event in reader.Scalars("train/loss")] == list(range(1, 9))
+    return second, [(event.step, event.value) for event in reader.Scalars("train/loss")]
 
 
-def test_tensorboard_holds_every_step_once_after_the_clock_went_back(tmp_path, monkeypatch):
-    event_accumulator = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator"
-    )
-    board, real = tmp_path / "board", time.time
-    with monkeypatch.context() as clock:
-        clock.setattr(time, "time", lambda: real() + 3600)
-        small.trainer(tmp_path, TensorBoard(board), small.StopAt(5)).fit()
-    second = small.trainer(tmp_path, TensorBoard(board))
-    small.resume(second, tmp_path / "checkpoint-3").fit()
-    reader = event_accumulator.EventAccumulator(str(board))
-    reader.Reload()
-    assert [event.step for event in reader.Scalars("train/loss")] == list(range(1, 9))
+@pytest.mark.parametrize("ahead", [0, 3600], ids=["in order", "the clock went back"])
+def test_tensorboard_holds_every_step_once_after_a_crash_and_a_resume(ahead, tmp_path, monkeypatch):
+    real = time.time
+
+    class Ahead(TrainerCallback):
+        def on_train_begin(self, args, state, control):
+            monkeypatch.setattr(time, "time", lambda: real() + ahead)
+
+        def on_train_end(self, args, state, control):
+            monkeypatch.setattr(time, "time", real)
+
+    _, found = resumed_on_a_board(tmp_path, Ahead(), TensorBoard(tmp_path / "board"))
+    assert [step for step, _ in found] == list(range(1, 9))
 
 
 def test_tensorboard_without_its_earlier_files_is_filled_from_the_log(tmp_path):
-    event_accumulator = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator"
-    )
-    board = tmp_path / "board"
-    small.trainer(tmp_path, small.StopAt(5)).fit()
-    second = small.trainer(tmp_path, TensorBoard(board))
-    small.resume(second, tmp_path / "checkpoint-3").fit()
-    reader = event_accumulator.EventAccumulator(str(board))
-    reader.Reload()
-    found = {event.step: event.value for event in reader.Scalars("train/loss")}
+    second, found = resumed_on_a_board(tmp_path)
     logged = {log["step"]: log["loss"] for log in second.state.log_history if "loss" in log}
-    assert found == pytest.approx(logged)
-    assert sorted(found) == list(range(1, 9))
+    assert dict(found) == pytest.approx(logged)
+    assert [step for step, _ in found] == list(range(1, 9))
 
 
 @pytest.mark.parametrize("when", ["before", "during"])

@@ -1,0 +1,47 @@
+"""Adapters other than LoRA on two ranks: they learn what one rank learns, and resume exactly."""
+
+import pytest
+import torch
+
+import folders
+import ranks
+from spread import learn, resume, save
+from surefoot.methods import OFT, VeRA
+from surefoot.parallel.world import ALONE
+from test_experts import in_files
+from test_startup import begun
+
+VERA = VeRA(rank=24)
+BASE = {"base_model.vera_A", "base_model.vera_B"}  # which each layer shares
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    ("method", "axis", "shared"),
+    [
+        (VERA, "pp", BASE),
+        (OFT(block_size=4), "dp_shard", set()),
+        pytest.param(VERA, "dp_shard", BASE, marks=pytest.mark.proof),
+    ],
+    ids=["vera-pp", "oft-dp_shard", "vera-dp_shard"],
+)
+def test_two_ranks_train_what_one_does_and_resume_to_the_same_bits(method, axis, shared, tmp_path):
+    folder = folders.save_model(tmp_path / "base", num_hidden_layers=2)
+    expected = learn(begun(ALONE, folder, method=method), 2)
+
+    def work(world):
+        made = begun(world, folder, method=method)
+        figures = learn(made, 2)
+        halfway = save(made, tmp_path / "two")
+        learn(made, 1)
+        end = save(made, tmp_path / "two")
+        other = resume(begun(world, folder, method=method), halfway)
+        learn(other, 1)
+        return figures, end, save(other, tmp_path / "resumed")
+
+    figures, end, resumed = ranks.run(2, work, **{axis: 2})[0]
+    one, other = in_files(resumed), in_files(end)
+    assert one.keys() == other.keys() >= shared
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    for ours, theirs in zip(figures, expected, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5, rel=1e-5)
