@@ -3,11 +3,10 @@
 import socket
 
 import pytest
-from click.testing import CliRunner
 from starlette.testclient import TestClient
 
+import commands
 from board.runs import COMPLETE, write_run
-from surefoot.cli.main import main
 from surefoot.errors import RunError
 from surefoot.plugins.board.app import create_app
 from surefoot.storage.web import hosts_of, is_loopback
@@ -108,9 +107,8 @@ def test_an_option_that_is_no_name_is_an_error(root):
         with pytest.raises(RunError, match="--host-name: expected a name without scheme and port"):
             hosts_of("127.0.0.1", [name])
     for command in ("board", "serve"):
-        done = CliRunner().invoke(main, [command, str(root), "--port=0", "--host-name=http://x"])
-        assert done.exit_code == 2
-        assert "--host-name: expected a name" in done.output
+        said = commands.refused(command, root, "--port=0", "--host-name=http://x")
+        assert "--host-name: expected a name" in said
 
 
 def test_loopback_addresses():

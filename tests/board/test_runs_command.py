@@ -1,10 +1,11 @@
 import json
 
 import pytest
-from click.testing import CliRunner
 
+import commands
 from board.runs import COMPLETE, RECIPE, write_run
-from surefoot.cli.main import main
+
+run, runs, refused = commands.of("runs")
 
 
 @pytest.fixture
@@ -12,12 +13,6 @@ def root(tmp_path):
     write_run(tmp_path / "runs/one", end=COMPLETE)
     write_run(tmp_path / "runs/two", steps=400, recipe=RECIPE.replace("1.0e-3", "2.0e-3"))
     return tmp_path / "runs"
-
-
-def runs(*arguments, code=0):
-    result = CliRunner().invoke(main, ["runs", *map(str, arguments)])
-    assert result.exit_code == code, result.output
-    return result.output
 
 
 def as_json(*arguments):
@@ -38,4 +33,4 @@ def test_what_the_board_shows_is_on_the_terminal_and_json(root):
 
 
 def test_what_is_no_folder_is_said(root):
-    assert "does not exist" in runs(root / "nowhere", code=2)
+    assert "does not exist" in refused(root / "nowhere")

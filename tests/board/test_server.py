@@ -5,12 +5,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from click.testing import CliRunner
 
+import commands
 import surefoot.plugins.board
 from board.runs import write_run
 from board.serving import Server
-from surefoot.cli.main import main
 from surefoot.plugins.board.run_state import EVIDENCE
 
 STATIC = Path(surefoot.plugins.board.__file__).parent / "static"
@@ -52,9 +51,7 @@ def test_a_page_that_asks_for_the_state_hears_of_lines_that_came_or_went(server,
 
 
 def test_a_port_that_is_taken_is_said(server, root):
-    result = CliRunner().invoke(main, ["board", str(root), f"--port={server.port}"])
-    assert result.exit_code == 2
-    assert "another board running" in result.output
+    assert "another board running" in commands.refused("board", root, f"--port={server.port}")
 
 
 def test_a_missing_package_is_said_with_what_to_install(root, monkeypatch):
@@ -62,9 +59,7 @@ def test_a_missing_package_is_said_with_what_to_install(root, monkeypatch):
     for name in [n for n in sys.modules if n.startswith(ours)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    result = CliRunner().invoke(main, ["board", str(root)])
-    assert result.exit_code == 2
-    assert "pip install 'surefoot[board]'" in result.output
+    assert "pip install 'surefoot[board]'" in commands.refused("board", root)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,9 @@ import sys
 import time
 
 import pytest
-from click.testing import CliRunner
 
+import commands
 from board.runs import COMPLETE, write_run
-from surefoot.cli.main import main
 from surefoot.plugins.board.command import sparkline
 
 
@@ -30,9 +29,7 @@ def root(tmp_path_factory):
 
 
 def watch(*words, **environment):
-    done = CliRunner().invoke(main, ["watch", *map(str, words)], env=environment)
-    assert done.exit_code == 0, done.output
-    return done.stdout
+    return commands.ok("watch", *words, env=environment)
 
 
 @pytest.mark.parametrize(
@@ -77,8 +74,7 @@ def test_several_runs_are_below_each_other(root):
 
 def test_what_is_no_run_is_an_error(root, tmp_path):
     for place, says in ((tmp_path, "there is no run in it"), (root / "x", "no such folder")):
-        done = CliRunner().invoke(main, ["watch", str(place)])
-        assert done.exit_code == 2 and says in done.stderr
+        assert says in commands.refused("watch", place)
 
 
 def test_broken_lines_and_escape_sequences_are_shown_as_what_they_are(tmp_path):

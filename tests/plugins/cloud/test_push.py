@@ -4,14 +4,13 @@ import json
 import shutil
 
 import pytest
-from click.testing import CliRunner
 from huggingface_hub import constants
 
+import commands
 import surefoot
 from folders import save_model, save_recipe
 from hub_server import serving
 from surefoot.checkpoint.verification import verify_checkpoint
-from surefoot.cli.main import main
 from surefoot.errors import CheckpointError, ModelError
 from surefoot.plugins.cloud.pushing import Destination, push
 from surefoot.storage.remote import OFFLINE, HubError
@@ -175,15 +174,11 @@ def test_without_a_network_nothing_is_uploaded(project, hub, monkeypatch):
 
 
 def test_the_command_shows_what_it_would_upload(project, hub):
-    words = ["push", str(project / "run"), NAME, "--dry-run"]
-    done = CliRunner().invoke(main, words)
-    assert done.exit_code == 0, done.output
-    assert "adapter_model.safetensors" in done.output
-    assert f"to {hub.url}" in done.output
-    assert "a new private repository" in done.output
-    done = CliRunner().invoke(main, words[:-1])
-    assert done.exit_code == 0, done.output
-    assert "uploaded" in done.output
+    words = ["push", project / "run", NAME]
+    said = commands.ok(*words, "--dry-run")
+    for part in ("adapter_model.safetensors", f"to {hub.url}", "a new private repository"):
+        assert part in said
+    assert "uploaded" in commands.run(*words).output
 
 
 def test_the_base_of_an_adapter_is_named_by_its_id(project, hub):

@@ -6,11 +6,10 @@ import math
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
+import commands
 from folders import save_adapter
 from project import model_folder, rows
-from surefoot.cli.main import main
 from surefoot.recipe.recipe import convert, load_converted
 
 EXAMPLES = json.loads((Path(__file__).parent / "llamafactory" / "examples.json").read_text())
@@ -38,11 +37,6 @@ def folder(tmp_path_factory):
     return found
 
 
-def cli(*words):
-    done = CliRunner().invoke(main, [*map(str, words)])
-    return done.exit_code, done.stdout, done.stderr
-
-
 def words(folder, out):
     changed = [f"model_name_or_path={folder}/model", f"adapter_name_or_path={folder}/adapter"]
     changed += [f"dataset_dir={folder}/data", f"output_dir={out}", "template=chatml"]
@@ -67,8 +61,7 @@ def test_their_predict_example_writes_their_files_and_uses_those_of_an_earlier_a
 ):
     from surefoot.use.run_evaluation import similarity
 
-    code, out, err = cli("train", *words(folder, tmp_path / "out"))
-    assert code == 0, err
+    out = commands.ok("train", *words(folder, tmp_path / "out"))
     predictions = (tmp_path / "out" / FILE).read_bytes()
     found = list(map(json.loads, predictions.splitlines()))
     assert len(found) == 6  # max_samples of each dataset
@@ -80,8 +73,8 @@ def test_their_predict_example_writes_their_files_and_uses_those_of_an_earlier_a
     assert {name: metrics[f"predict_{name}"] for name in expected} == expected
     assert metrics.keys() >= {"predict_runtime", "predict_samples_per_second"}
     assert "predict_bleu-4: " in out and not list((tmp_path / "out").glob("*.part"))
-    code, _, err = cli("train", *words(folder, tmp_path / "out"))  # their overwrite_output_dir
-    assert code == 0 and (tmp_path / "out" / FILE).read_bytes() == predictions
+    commands.ok("train", *words(folder, tmp_path / "out"))  # their overwrite_output_dir
+    assert (tmp_path / "out" / FILE).read_bytes() == predictions
 
 
 def written(folder, path, **values):
@@ -102,14 +95,13 @@ def written(folder, path, **values):
 def test_an_evaluation_without_training_writes_their_file(folder, tmp_path):
     given = {"finetuning_type": "full", "eval_dataset": "identity"}
     path = written(folder, tmp_path / "eval.yaml", **given)
-    code, _, err = cli("train", path)
-    assert code == 0, err
+    done = commands.run("train", path)
+    assert done.exit_code == 0, done.output
     metrics = json.loads((tmp_path / "out/eval_results.json").read_text())
     assert math.exp(metrics["eval_loss"]) == pytest.approx(metrics["eval_perplexity"])
-    assert "without effect here: do_eval" not in err
+    assert "without effect here: do_eval" not in done.stderr
     (tmp_path / "out/eval_results.json").unlink()
-    code, _, err = cli("eval", path)
-    assert code == 0, err
+    commands.ok("eval", path)
     again = json.loads((tmp_path / "out/eval_results.json").read_text())
     assert again["eval_loss"] == metrics["eval_loss"]
 
@@ -117,6 +109,5 @@ def test_an_evaluation_without_training_writes_their_file(folder, tmp_path):
 def test_a_training_is_evaluated_at_its_end(folder, tmp_path):
     given = {"do_train": True, "finetuning_type": "lora", "dataset": "identity"}
     path = written(folder, tmp_path / "both.yaml", **given, val_size=2, max_steps=1)
-    code, _, err = cli("train", path)
-    assert code == 0, err
+    commands.ok("train", path)
     assert json.loads((tmp_path / "out/eval_results.json").read_text())["eval_loss"] > 0

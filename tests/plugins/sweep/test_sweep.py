@@ -8,11 +8,10 @@ import sys
 import time
 
 import pytest
-from click.testing import CliRunner
 from ruamel.yaml import YAML
 
+from commands import refused
 from project import Project, assert_same, checkpoints, final_weights, losses, start, surefoot
-from surefoot.cli.main import main
 from surefoot.recipe.recipe import load
 
 RATES = "optim.adamw.learning_rate=1e-4..1e-2:log"
@@ -161,6 +160,4 @@ def test_without_optuna_the_error_says_what_to_install(project, monkeypatch):
     for name in [name for name in sys.modules if name.startswith("surefoot.plugins.sweep.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "optuna", None)
-    found = CliRunner().invoke(main, ["sweep", str(project.recipe), RATES])
-    assert found.exit_code == 2
-    assert "pip install 'surefoot[sweep]'" in found.output
+    assert "pip install 'surefoot[sweep]'" in refused("sweep", project.recipe, RATES)

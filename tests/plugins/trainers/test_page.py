@@ -8,11 +8,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from theirs import StopAfter, recipe_in, their_trainer
 from transformers.trainer_utils import get_last_checkpoint
 
-from surefoot.cli.main import main
+import commands
 from surefoot.cli.train import _trainer_resume
 from surefoot.errors import RunError
 from surefoot.recipe.recipe import load
@@ -45,7 +44,7 @@ def desk(half_run, tmp_path, monkeypatch):
 
 
 def type_in(command):
-    return CliRunner().invoke(main, shlex.split(command)[1:])
+    return commands.run(*shlex.split(command)[1:])
 
 
 def test_the_page_does_what_it_says(desk):
