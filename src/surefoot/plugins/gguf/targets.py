@@ -38,18 +38,11 @@ class GGUF(Target):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GGUFAdapter(Target):
+class GGUFAdapter(GGUF):
     """A LoRA adapter, not merged, as a GGUF file for a GGUF of its base."""
-
-    suffix: ClassVar[str] = ".gguf"
-    may_not_open: ClassVar[bool] = True
-    package: ClassVar[str | None] = "gguf"
 
     quantize: AdapterFormat = "f16"
     """Type of the weights."""
-
-    base: str | None = None
-    """The base model of the adapter, if it moved."""
 
     def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
         """The file."""

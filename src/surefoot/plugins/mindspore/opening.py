@@ -36,187 +36,16 @@ from .ranks import (
 )
 from .strategy import ENDINGS, MOMENTS, Strategy, open_strategy
 
-Boxes = dict[str, list[DcpChunk]]  # by a tensor's name; together they are all of it
-_FOLDER = "strategy"  # beside the ranks' folders, or beside the one that holds them
-_RANKS = 6  # told of in an error
-_INT4 = "Int4"
-
-
-def open_distributed(path: Path, *, strategy: Path | None = None) -> Boxes:
-    """The slices of every tensor in the files of one step.
-
-    ``path`` is the folder that contains ``rank_0``, one above it, or a file of the step in it.
-    ``strategy`` are files that are not beside the ranks. Nothing else says which part of a tensor a
-    rank has, so without them only the files of a single rank are read.
-    """
-    opened = [tensorfile.open_path(file) for file in rank_files(path)]
-    for file in opened:
-        packed = (name for name, kind in file.header.metadata.items() if kind == _INT4)
-        if (name := next(packed, None)) is not None:
-            raise CheckpointError(
-                f"{file.path}: {name[:200]!r} contains two 4-bit integers in a byte, which is not "
-                "supported"
-            )
-    check_step(opened)
-    where = root_of(path)
-    if (described := strategy or find_strategy(where)) is not None:
-        layouts = open_strategy(described)
-    elif len(opened) == 1:
-        return {name: [whole(opened[0], name)] for name in opened[0].header.entries}
-    else:
-        raise CheckpointError(
-            f"{where}: {len(opened)} ranks without strategy files, so the part of each rank is "
-            f"unknown; put the files into {where.parent / _FOLDER}, or name them with --strategy "
-            "FOLDER"
-        )
-    if layouts.world_size != len(opened):
-        stages = len(layouts.stages)
-        parts = f"{stages} pipeline stages of " if stages > 1 else ""
-        raise CheckpointError(
-            f"{where}: the files of {counted(len(opened), 'rank')}, but {layouts.where} is about "
-            f"{layouts.world_size} ({parts}{counted(layouts.num_devices, 'device')})"
-        )
-    slices, loose = _sort(opened, layouts)
-    check_fit(slices, layouts.where)
-    boxes = {name: _joined(name, of_ranks, where) for name, of_ranks in slices.items()}
-    for name, replicas in loose.items():
-        first = replicas[0].stored
-        if first.shape:  # a number differs by stage where it counts what a stage does
-            check_same(name, [(replica.rank, replica.stored.file) for replica in replicas])
-        boxes[name] = [first]
-    return boxes
-
-
-def find_strategy(root: Path) -> Path | None:
-    """The folder of strategy files that belongs to the folder of ranks ``root``."""
-    for folder in (root / _FOLDER, root.parent / _FOLDER):
-        if files.is_folder(folder) and any(n.endswith(ENDINGS) for n in files.list_folder(folder)):
-            return folder
-    return None
-
-
-def _sort(
-    opened: Sequence[tensorfile.TensorFile], strategy: Strategy
-) -> tuple[dict[str, list[Slice]], dict[str, list[Slice]]]:
-    """The tensors of the strategy, by name, and the others, which are replicated."""
-    slices: dict[str, list[Slice]] = {}
-    loose: dict[str, list[Slice]] = {}
-    for rank, file in enumerate(opened):
-        layouts, device = strategy.of_rank(rank)
-        for name, entry in file.header.entries.items():
-            if name not in layouts:
-                loose.setdefault(name, []).append(Slice(rank, whole(file, name)))
-                continue
-            layout = layouts[name]
-            try:
-                shape = layout.whole(entry.shape)
-                box = layout.box(shape, device)
-            except CheckpointError as error:
-                raise CheckpointError(
-                    f"{strategy.where}: does not fit {file.path}: {name[:200]!r} of shape "
-                    f"{list(entry.shape)}: {error}"
-                ) from None
-            slices.setdefault(name, []).append(Slice(rank, DcpChunk(file, shape, box)))
-    return slices, loose
-
-
-def _joined(name: str, slices: Sequence[Slice], where: Path) -> list[DcpChunk]:
-    """The slices of one tensor, of equal ones the first, after a check that they cover it."""
-    first = slices[0].stored
-    kinds = {(part.stored.shape, part.stored.file.entry(name).dtype) for part in slices}
-    if len(kinds) > 1:
-        raise CheckpointError(
-            f"{where}: {name[:200]!r} has another type or shape in other ranks' files"
-        )
-    # of replicas the first: later pairs of a dict replace earlier ones
-    chunk_at = {part.stored.box: part.stored for part in reversed(slices)}
-    boxes = sorted(chunk_at)
-    if not is_covered_once(Box.whole(first.shape), boxes):
-        ranks = ", ".join(str(part.rank) for part in slices[:_RANKS])
-        raise CheckpointError(
-            f"{where}: of {name[:200]!r} only slices of rank {ranks} exist, which do not cover "
-            f"the shape {list(first.shape)}"
-        )
-    return [chunk_at[box] for box in boxes]
-
-
 Form = Literal["iteration", "ranks", "full"]
+Boxes = dict[str, list[DcpChunk]]  # by a tensor's name; together they are all of it
 META = "meta.json"  # of a rank: the last step it saved
 _STATE = {
     *("epoch_num", "step_num", "global_batch_size", "loss_scale", "learning_rate", "global_step"),
     *("scale_sense", "current_iterator_step", "last_overflow_iterator_step"),
 }
-
-
-def form_of(path: Path) -> Form | None:
-    """The form of MindSpore's weights in ``path``; None if there are none."""
-    if iteration.is_iteration(path):
-        return "iteration"
-    is_rank_file = step_of(path.name) is not None and files.size_of(path) is not None
-    if is_rank_file or rank_folders(root_of(path)):
-        return "ranks"
-    return "full" if iteration.is_full(path) else None
-
-
-def open_boxes(path: Path, *, strategy: Path | None = None) -> Boxes:
-    """Every tensor by name: weights, moments, numbers; ``strategy`` of ranks."""
-    form = form_of(path)
-    if form == "ranks":
-        return open_distributed(path, strategy=strategy)
-    if strategy is not None:
-        raise CheckpointError(f"{path}: no ranks' slices, so a strategy cannot be used with it")
-    return iteration.open_iteration(path) if form == "iteration" else iteration.open_full(path)
-
-
-def role_of(name: str, shape: tuple[int, ...]) -> str:
-    """model, optimizer or state."""
-    if name.startswith(MOMENTS):
-        return "optimizer"
-    is_number = not shape and "." not in name  # of the training: modules have paths
-    return "state" if is_number or name in _STATE else "model"
-
-
-def saves(root: Path) -> list[SavedFolder]:
-    """The saves in ``root``, oldest first. Raises ``CheckpointError``."""
-    if form_of(root) == "iteration":
-        paths = iteration.iterations(root) or [root]
-        return [SavedFolder(path, iteration.number_of(path), _size(path)) for path in paths]
-    if form_of(root) != "ranks":
-        return [SavedFolder(root, None, _size(root))]
-    folders = rank_folders(root_of(root)).values()
-    saved = []
-    for step in steps(root_of(root)):
-        paths = [file_at(folder, step) for folder in folders]
-        with tensorfile.open_path(paths[0]) as file:
-            number = recorded_step(file)
-        num_bytes = sum(files.size_of(path) or 0 for path in paths)
-        saved.append(SavedFolder(paths[0], number, num_bytes))
-    return saved
-
-
-def _size(folder: Path) -> int:
-    return sum(files.size_of(folder / name) or 0 for name in files.list_folder(folder))
-
-
-def progress_of(path: Path) -> Mapping[str, Any]:
-    """The training progress in the folder, as JSON."""
-    form = form_of(path)
-    if form == "iteration":
-        where = iteration.chosen(path) / iteration.COMMON
-    elif form == "ranks":
-        where = rank_files(path)[0].parent / META
-    else:
-        return {}
-    if not files.exists(where):
-        return {}
-    return strict_json.read_object(where)
-
-
-def open_mindspore_state(
-    folder: Path, *, strategy: Path | None = None
-) -> dict[str, TensorLocation]:
-    """Weights, moments and numbers of the training state, by MindSpore's names."""
-    return locations(open_boxes(folder, strategy=strategy))
+_FOLDER = "strategy"  # beside the ranks' folders, or beside the one that holds them
+_RANKS = 6  # told of in an error
+_INT4 = "Int4"
 
 
 @dataclass(frozen=True)
@@ -274,3 +103,172 @@ class MindSpore(Layout):
 
 
 LAYOUT = MindSpore()
+
+
+def form_of(path: Path) -> Form | None:
+    """The form of MindSpore's weights in ``path``; None if there are none."""
+    if iteration.is_iteration(path):
+        return "iteration"
+    is_rank_file = step_of(path.name) is not None and files.size_of(path) is not None
+    if is_rank_file or rank_folders(root_of(path)):
+        return "ranks"
+    return "full" if iteration.is_full(path) else None
+
+
+def open_mindspore_state(
+    folder: Path, *, strategy: Path | None = None
+) -> dict[str, TensorLocation]:
+    """Weights, moments and numbers of the training state, by MindSpore's names."""
+    return locations(open_boxes(folder, strategy=strategy))
+
+
+def open_boxes(path: Path, *, strategy: Path | None = None) -> Boxes:
+    """Every tensor by name: weights, moments, numbers; ``strategy`` of ranks."""
+    form = form_of(path)
+    if form == "ranks":
+        return open_distributed(path, strategy=strategy)
+    if strategy is not None:
+        raise CheckpointError(f"{path}: no ranks' slices, so a strategy cannot be used with it")
+    return iteration.open_iteration(path) if form == "iteration" else iteration.open_full(path)
+
+
+def open_distributed(path: Path, *, strategy: Path | None = None) -> Boxes:
+    """The slices of every tensor in the files of one step.
+
+    ``path`` is the folder that contains ``rank_0``, one above it, or a file of the step in it.
+    ``strategy`` are files that are not beside the ranks. Nothing else says which part of a tensor a
+    rank has, so without them only the files of a single rank are read.
+    """
+    opened = [tensorfile.open_path(file) for file in rank_files(path)]
+    for file in opened:
+        packed = (name for name, kind in file.header.metadata.items() if kind == _INT4)
+        if (name := next(packed, None)) is not None:
+            raise CheckpointError(
+                f"{file.path}: {name[:200]!r} contains two 4-bit integers in a byte, which is not "
+                "supported"
+            )
+    check_step(opened)
+    where = root_of(path)
+    if (described := strategy or find_strategy(where)) is not None:
+        layouts = open_strategy(described)
+    elif len(opened) == 1:
+        return {name: [whole(opened[0], name)] for name in opened[0].header.entries}
+    else:
+        raise CheckpointError(
+            f"{where}: {len(opened)} ranks without strategy files, so the part of each rank is "
+            f"unknown; put the files into {where.parent / _FOLDER}, or name them with --strategy "
+            "FOLDER"
+        )
+    if layouts.world_size != len(opened):
+        stages = len(layouts.stages)
+        parts = f"{stages} pipeline stages of " if stages > 1 else ""
+        raise CheckpointError(
+            f"{where}: the files of {counted(len(opened), 'rank')}, but {layouts.where} is about "
+            f"{layouts.world_size} ({parts}{counted(layouts.num_devices, 'device')})"
+        )
+    slices, loose = _sort(opened, layouts)
+    check_fit(slices, layouts.where)
+    boxes = {name: _joined(name, of_ranks, where) for name, of_ranks in slices.items()}
+    for name, replicas in loose.items():
+        first = replicas[0].stored
+        if first.shape:  # a number differs by stage where it counts what a stage does
+            check_same(name, [(replica.rank, replica.stored.file) for replica in replicas])
+        boxes[name] = [first]
+    return boxes
+
+
+def _sort(
+    opened: Sequence[tensorfile.TensorFile], strategy: Strategy
+) -> tuple[dict[str, list[Slice]], dict[str, list[Slice]]]:
+    """The tensors of the strategy, by name, and the others, which are replicated."""
+    slices: dict[str, list[Slice]] = {}
+    loose: dict[str, list[Slice]] = {}
+    for rank, file in enumerate(opened):
+        layouts, device = strategy.of_rank(rank)
+        for name, entry in file.header.entries.items():
+            if name not in layouts:
+                loose.setdefault(name, []).append(Slice(rank, whole(file, name)))
+                continue
+            layout = layouts[name]
+            try:
+                shape = layout.whole(entry.shape)
+                box = layout.box(shape, device)
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"{strategy.where}: does not fit {file.path}: {name[:200]!r} of shape "
+                    f"{list(entry.shape)}: {error}"
+                ) from None
+            slices.setdefault(name, []).append(Slice(rank, DcpChunk(file, shape, box)))
+    return slices, loose
+
+
+def _joined(name: str, slices: Sequence[Slice], where: Path) -> list[DcpChunk]:
+    """The slices of one tensor, of equal ones the first, after a check that they cover it."""
+    first = slices[0].stored
+    kinds = {(part.stored.shape, part.stored.file.entry(name).dtype) for part in slices}
+    if len(kinds) > 1:
+        raise CheckpointError(
+            f"{where}: {name[:200]!r} has another type or shape in other ranks' files"
+        )
+    # of replicas the first: later pairs of a dict replace earlier ones
+    chunk_at = {part.stored.box: part.stored for part in reversed(slices)}
+    boxes = sorted(chunk_at)
+    if not is_covered_once(Box.whole(first.shape), boxes):
+        ranks = ", ".join(str(part.rank) for part in slices[:_RANKS])
+        raise CheckpointError(
+            f"{where}: of {name[:200]!r} only slices of rank {ranks} exist, which do not cover "
+            f"the shape {list(first.shape)}"
+        )
+    return [chunk_at[box] for box in boxes]
+
+
+def find_strategy(root: Path) -> Path | None:
+    """The folder of strategy files that belongs to the folder of ranks ``root``."""
+    for folder in (root / _FOLDER, root.parent / _FOLDER):
+        if files.is_folder(folder) and any(n.endswith(ENDINGS) for n in files.list_folder(folder)):
+            return folder
+    return None
+
+
+def role_of(name: str, shape: tuple[int, ...]) -> str:
+    """model, optimizer or state."""
+    if name.startswith(MOMENTS):
+        return "optimizer"
+    is_number = not shape and "." not in name  # of the training: modules have paths
+    return "state" if is_number or name in _STATE else "model"
+
+
+def saves(root: Path) -> list[SavedFolder]:
+    """The saves in ``root``, oldest first. Raises ``CheckpointError``."""
+    if form_of(root) == "iteration":
+        paths = iteration.iterations(root) or [root]
+        return [SavedFolder(path, iteration.number_of(path), _size(path)) for path in paths]
+    if form_of(root) != "ranks":
+        return [SavedFolder(root, None, _size(root))]
+    folders = rank_folders(root_of(root)).values()
+    saved = []
+    for step in steps(root_of(root)):
+        paths = [file_at(folder, step) for folder in folders]
+        with tensorfile.open_path(paths[0]) as file:
+            number = recorded_step(file)
+        num_bytes = sum(files.size_of(path) or 0 for path in paths)
+        saved.append(SavedFolder(paths[0], number, num_bytes))
+    return saved
+
+
+def _size(folder: Path) -> int:
+    return sum(files.size_of(folder / name) or 0 for name in files.list_folder(folder))
+
+
+def progress_of(path: Path) -> Mapping[str, Any]:
+    """The training progress in the folder, as JSON."""
+    form = form_of(path)
+    if form == "iteration":
+        where = iteration.chosen(path) / iteration.COMMON
+    elif form == "ranks":
+        where = rank_files(path)[0].parent / META
+    else:
+        return {}
+    if not files.exists(where):
+        return {}
+    return strict_json.read_object(where)

@@ -1,22 +1,15 @@
-"""Calibrate quantized weights on rows of the run's training data, one decoder layer at a time.
+"""Calibrate quantized weights by GPTQ, on rows of the run's training data.
 
-Each layer gets the hidden states that the layers before it, already quantized, compute. One of them
-is in memory at a time.
+``Calibrator.run`` is the way through. One decoder layer is in memory at a time. It gets the hidden
+states that the layers before it, already quantized, compute, and its weights are chosen so that its
+outputs on them change least. What its linear maps get as inputs is seen as they are called. So an
+expert is calibrated on the tokens that the router sends to it, whatever the architecture.
 
-GPTQ (arXiv:2210.17323): round a weight column by column, and correct the columns that follow for
-what each has lost, so that the outputs on given inputs change least.
+GPTQ (arXiv:2210.17323) rounds a weight column by column, and corrects the columns that follow for
+what each has lost. With inputs X [N, I] and H = X'X, what is minimized is tr((W - Q) H (W - Q)').
 
-Legend of shapes: O outputs, I inputs. With inputs X [N, I] and H = X'X, what is minimized is
-tr((W - Q) H (W - Q)').
-
-What the linear layers of a decoder layer, and each of its experts, get as inputs.
-
-Calls of ``F.linear`` are seen as they are made. So an expert's inputs are those of the tokens that
-the router sends to it, whatever the architecture.
-
-Legend of shapes: N tokens, O outputs, I inputs.
-
-The rows on which weights are calibrated: those that the run was trained on.
+Legend of shapes: N tokens, O outputs, I inputs, G groups of inputs that share a scale, T tokens of
+a row, D hidden size.
 """
 
 from __future__ import annotations
@@ -62,8 +55,98 @@ from ...use.evaluation import own_codec
 from ...use.model_loading import ModelFolders, codec_of
 from .schemes import LinearLayers, QuantizedSource, WeightScheme
 
+logger = logging.getLogger(__name__)
 _BLOCK = 128  # columns whose corrections are applied to the others at once
 DAMPING = 0.01  # of the mean of H's diagonal, which is added to it
+LONGEST = 2048  # tokens of a row
+FEWEST = 128  # tokens of an expert; of fewer, GPTQ would learn only these
+FEWEST_IN_ALL = FEWEST  # of all rows
+_OF_MODELS = (TypeError, ValueError, AttributeError, LookupError, RuntimeError)  # that do not fit
+Place = tuple[int, int, int]  # of a matrix in memory; see ``place``
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a layer gets besides the hidden states
+
+
+@dataclass(frozen=True)
+class Calibrator:
+    """Chooses the quantized weights of a model by GPTQ."""
+
+    model: LayerwiseModel
+    layers: LinearLayers
+    scheme: WeightScheme
+    rounded: list[str] = field(default_factory=list)
+    """Weights that got too few tokens, and are rounded to nearest."""
+
+    @torch.no_grad()
+    def run(self, rows: Sequence[Sequence[int]], scratch: Path) -> TensorSource:
+        """The tensors of the quantized model: those of decoder layers chosen on ``rows``, and
+        stored in the new folder ``scratch``; the others as ``QuantizedSource`` has them."""
+        hidden, calls = self.model.record(rows)
+        _refuse_infinite(hidden, "the embeddings")
+        sources, dtypes, num_weights = list[TensorSource](), self.model.source.dtypes(), 0
+        for index, layer_calls in enumerate(calls):
+            with self.model.loaded(index) as (prefix, module):
+                matrices = matrices_of(module, prefix, self.layers, dtypes)
+                num_weights += len(matrices)
+                for matrix in matrices:
+                    _stored(matrix)  # is finite, before its outputs are not
+                statistics = statistics_of(module, matrices, hidden, layer_calls)
+                _refuse_infinite([each.gram for each in statistics.values()], prefix)
+                tensors: dict[str, torch.Tensor] = {}
+                for matrix in matrices:
+                    tensors |= self._quantized(matrix, statistics.get(matrix.place))
+                for row, call in enumerate(layer_calls):
+                    hidden[row] = run(module, hidden[row], call)
+            _refuse_infinite(hidden, prefix)
+            # On the disk before the next layer is read: 12 layers take 31 MB more than 3 of them
+            # (benchmarks/RESULTS.md, "Quantized weights").
+            copy(TensorsInMemory(tensors), scratch / str(index))
+            sources.append(open_folder(scratch / str(index)))
+            layer_calls.clear()
+            logger.info("calibrated layer %d of %d", index + 1, len(calls))
+        if self.rounded:
+            logger.warning(
+                "%d of %d weights got too few tokens of the calibration rows (an expert needs %d), "
+                "and are rounded to nearest (%s, for example)",
+                *(len(self.rounded), num_weights, FEWEST, self.rounded[0]),
+            )
+        done = {name for source in sources for name in source.shapes()}
+        plain = QuantizedSource(self.model.source, self.scheme, self.layers.names)
+        left = Renamed(plain, {name: name for name in plain.shapes() if name not in done})
+        return JoinedSource([("", left), *(("", source) for source in sources)])
+
+    def _quantized(
+        self, matrix: QuantizedMatrix, inputs: InputStatistics | None
+    ) -> dict[str, torch.Tensor]:
+        """The tensors of a matrix, which becomes what they stand for."""
+        stored = _stored(matrix)
+        # A router may send an expert next to nothing, which GPTQ would learn by heart
+        # (decisions/0071).
+        if inputs is None or (matrix.is_expert and inputs.num_tokens < FEWEST):
+            self.rounded.append(matrix.name)
+            values = round_to_nearest(stored.float(), self.scheme, stored.dtype)
+        else:
+            values = round_by_gptq(stored, inputs.gram, self.scheme)
+        scales, zeros = self.scheme.scales(stored)
+        matrix.weight.copy_(values)
+        packed = self.scheme.packed(values.cpu(), scales.cpu(), zeros.cpu())
+        return {f"{matrix.name.removesuffix('weight')}{role}": t for role, t in packed.items()}
+
+
+def _stored(matrix: QuantizedMatrix) -> torch.Tensor:
+    """The weight in the type of the files."""
+    stored = matrix.weight.to(matrix.dtype)
+    if not stored.isfinite().all():
+        raise ModelError(f"{matrix.name}: it contains NaN or infinite values; nothing was written")
+    return stored
+
+
+def _refuse_infinite(values: Sequence[torch.Tensor], where: str) -> None:
+    """Raise ``ModelError`` for what no weight can be calibrated on."""
+    if not all(one.isfinite().all() for one in values):
+        raise ModelError(
+            f"{where}: what it computes of the training data contains NaN or infinite values; "
+            "nothing was written"
+        )
 
 
 def round_to_nearest(
@@ -88,22 +171,24 @@ def round_by_gptq(
     scales_OG = scheme.scales(weight_OI)[0].float()
     per_group = weight_OI.shape[1] // scales_OG.shape[1]
     scales_OI = scales_OG.repeat_interleave(per_group, 1)
+    # The scales stay with their columns, so the files need no ``g_idx``, which tells the groups of
+    # columns apart where they were put into another order.
     order_I = hessian_II.diagonal().argsort(descending=True)
-    left_OI = weight_OI.float()[:, order_I]
+    remaining_OI = weight_OI.float()[:, order_I]
     scales_OI = scales_OI[:, order_I]
     root_II = _root(hessian_II.float()[order_I][:, order_I])
-    found_OI = torch.empty_like(left_OI)
-    for start in range(0, left_OI.shape[1], _BLOCK):
-        stop = min(start + _BLOCK, left_OI.shape[1])
-        lost = torch.empty_like(left_OI[:, start:stop])
+    rounded_OI = torch.empty_like(remaining_OI)
+    for start in range(0, remaining_OI.shape[1], _BLOCK):
+        stop = min(start + _BLOCK, remaining_OI.shape[1])
+        lost = torch.empty_like(remaining_OI[:, start:stop])
         for i in range(start, stop):
             scale_O = scales_OI[:, i]
-            found_OI[:, i] = (left_OI[:, i] / scale_O).round_().clamp_(low, high) * scale_O
-            lost[:, i - start] = (left_OI[:, i] - found_OI[:, i]) / root_II[i, i]
-            left_OI[:, i:stop] -= torch.outer(lost[:, i - start], root_II[i, i:stop])
-        left_OI[:, stop:] -= lost @ root_II[start:stop, stop:]
+            rounded_OI[:, i] = (remaining_OI[:, i] / scale_O).round_().clamp_(low, high) * scale_O
+            lost[:, i - start] = (remaining_OI[:, i] - rounded_OI[:, i]) / root_II[i, i]
+            remaining_OI[:, i:stop] -= torch.outer(lost[:, i - start], root_II[i, i:stop])
+        remaining_OI[:, stop:] -= lost @ root_II[start:stop, stop:]
     back_I = order_I.argsort()
-    return found_OI[:, back_I].contiguous()
+    return rounded_OI[:, back_I].contiguous()
 
 
 def _root(hessian_II: torch.Tensor) -> torch.Tensor:
@@ -123,9 +208,6 @@ def _root(hessian_II: torch.Tensor) -> torch.Tensor:
                 return root
         damping *= 10
     raise AssertionError("a matrix that is nearly diagonal has a factor")
-
-
-Place = tuple[int, int, int]  # of a matrix in memory; see ``place``
 
 
 @dataclass(frozen=True)
@@ -212,165 +294,6 @@ def statistics_of(
     return statistics
 
 
-LONGEST = 2048  # tokens of a row
-FEWEST = 128  # tokens of an expert; of fewer, GPTQ would learn only these
-FEWEST_IN_ALL = FEWEST  # of all rows
-
-
-def calibration_rows(parts: ModelFolders, count: int) -> list[list[int]]:
-    """The token ids of ``count`` rows of the run's training data: evenly spaced, or the first of a
-    stream. Raises ``ModelError`` if there is no run, or too little data."""
-    recipe = parts.recipe
-    if recipe is None:
-        raise ModelError(
-            f"{parts.folder}: has no recipe, so no data to calibrate on; export the folder of a "
-            "run, or use --algorithm rtn"
-        )
-    codec, rows = own_codec(recipe, codec_of(parts)), []
-    for item in (_of_stream if recipe.data.streaming else _spaced)(recipe, codec, count):
-        chat = with_chosen(item)
-        name = next(name for name in chat if name.endswith("input_ids"))
-        rows.append([int(i) for i in chat[name][:LONGEST]])
-    if (tokens := sum(map(len, rows))) < FEWEST_IN_ALL:
-        raise ModelError(
-            f"{parts.folder}: {len(rows)} rows of its training data have {tokens} tokens in all, "
-            f"too few to calibrate on (at least {FEWEST_IN_ALL}); use --algorithm rtn"
-        )
-    return rows
-
-
-def _spaced(recipe: Recipe, codec: Codec, count: int) -> Iterator[Features]:
-    data = prepare(encoding_of(recipe, codec)).train
-    chosen = np.linspace(0, len(data) - 1, min(count, len(data))).astype(int)
-    yield from (data[int(index)] for index in np.unique(chosen))
-
-
-def _of_stream(recipe: Recipe, codec: Codec, count: int) -> Iterator[Features]:
-    """The first that are not held out; encoded as far as that takes."""
-    data = open_stream(encoding_of(recipe, codec))
-    held_out = set(data.held.tolist())
-    num_encoded = min(data.train.reach(count + len(held_out)), count + len(held_out))
-    chosen = [item for item in range(num_encoded) if item not in held_out]
-    yield from (data.train[item] for item in chosen[:count])
-
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Calibrator:
-    """Chooses the quantized weights of a model by GPTQ."""
-
-    model: LayerwiseModel
-    layers: LinearLayers
-    scheme: WeightScheme
-    rounded: list[str] = field(default_factory=list)
-    """Weights that got too few tokens, and are rounded to nearest."""
-
-    @torch.no_grad()
-    def run(self, rows: Sequence[Sequence[int]], scratch: Path) -> TensorSource:
-        """The tensors of the quantized model: those of decoder layers chosen on ``rows``, and
-        stored in the new folder ``scratch``; the others as ``QuantizedSource`` has them."""
-        hidden, calls = self.model.record(rows)
-        _refuse_infinite(hidden, "the embeddings")
-        sources, dtypes, num_weights = list[TensorSource](), self.model.source.dtypes(), 0
-        for index, layer_calls in enumerate(calls):
-            with self.model.loaded(index) as (prefix, module):
-                matrices = matrices_of(module, prefix, self.layers, dtypes)
-                num_weights += len(matrices)
-                for matrix in matrices:
-                    _stored(matrix)  # is finite, before its outputs are not
-                statistics = statistics_of(module, matrices, hidden, layer_calls)
-                _refuse_infinite([each.gram for each in statistics.values()], prefix)
-                tensors: dict[str, torch.Tensor] = {}
-                for matrix in matrices:
-                    tensors |= self._quantized(matrix, statistics.get(matrix.place))
-                for row, call in enumerate(layer_calls):
-                    hidden[row] = run(module, hidden[row], call)
-            _refuse_infinite(hidden, prefix)
-            copy(TensorsInMemory(tensors), scratch / str(index))
-            sources.append(open_folder(scratch / str(index)))
-            layer_calls.clear()
-            logger.info("calibrated layer %d of %d", index + 1, len(calls))
-        if self.rounded:
-            logger.warning(
-                "%d of %d weights got too few tokens of the calibration rows (an expert needs %d), "
-                "and are rounded to nearest (%s, for example)",
-                *(len(self.rounded), num_weights, FEWEST, self.rounded[0]),
-            )
-        done = {name for source in sources for name in source.shapes()}
-        plain = QuantizedSource(self.model.source, self.scheme, self.layers.names)
-        left = Renamed(plain, {name: name for name in plain.shapes() if name not in done})
-        return JoinedSource([("", left), *(("", source) for source in sources)])
-
-    def _quantized(
-        self, matrix: QuantizedMatrix, inputs: InputStatistics | None
-    ) -> dict[str, torch.Tensor]:
-        """The tensors of a matrix, which becomes what they stand for."""
-        stored = _stored(matrix)
-        if inputs is None or (matrix.is_expert and inputs.num_tokens < FEWEST):
-            self.rounded.append(matrix.name)
-            values = round_to_nearest(stored.float(), self.scheme, stored.dtype)
-        else:
-            values = round_by_gptq(stored, inputs.gram, self.scheme)
-        scales, zeros = self.scheme.scales(stored)
-        matrix.weight.copy_(values)
-        packed = self.scheme.packed(values.cpu(), scales.cpu(), zeros.cpu())
-        return {f"{matrix.name.removesuffix('weight')}{role}": t for role, t in packed.items()}
-
-
-def _stored(matrix: QuantizedMatrix) -> torch.Tensor:
-    """The weight in the type of the files."""
-    stored = matrix.weight.to(matrix.dtype)
-    if not stored.isfinite().all():
-        raise ModelError(f"{matrix.name}: it contains NaN or infinite values; nothing was written")
-    return stored
-
-
-def _refuse_infinite(values: Sequence[torch.Tensor], where: str) -> None:
-    """Raise ``ModelError`` for what no weight can be calibrated on."""
-    if not all(one.isfinite().all() for one in values):
-        raise ModelError(
-            f"{where}: what it computes of the training data contains NaN or infinite values; "
-            "nothing was written"
-        )
-
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a layer gets besides the hidden states
-
-
-_OF_MODELS = (TypeError, ValueError, AttributeError, LookupError, RuntimeError)  # that do not fit
-
-
-class _AllCalledError(Exception):
-    """All layers were called; what comes after them is not computed."""
-
-
-class _Recorder(nn.Module):
-    """Takes the place of a layer, and keeps what it was called with."""
-
-    def __init__(self, layer: nn.Module, is_last: bool) -> None:
-        super().__init__()
-        self.is_last = is_last
-        self.layer = [layer]  # in a list, so that it is no submodule
-        self.inputs: list[torch.Tensor] = []
-        self.calls: list[Call] = []
-
-    def __getattr__(self, name: str) -> Any:
-        """Attributes by which models choose masks."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.layer[0], name)
-
-    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.inputs.append(hidden)
-        self.calls.append((args, kwargs))
-        if self.is_last:
-            raise _AllCalledError
-        return hidden
-
-
 @dataclass(frozen=True)
 class LayerwiseModel:
     """A model on the meta device, and the source of its weights."""
@@ -442,6 +365,35 @@ class LayerwiseModel:
         return values
 
 
+class _AllCalledError(Exception):
+    """All layers were called; what comes after them is not computed."""
+
+
+class _Recorder(nn.Module):
+    """Takes the place of a layer, and keeps what it was called with."""
+
+    def __init__(self, layer: nn.Module, is_last: bool) -> None:
+        super().__init__()
+        self.is_last = is_last
+        self.layer = [layer]  # in a list, so that it is no submodule
+        self.inputs: list[torch.Tensor] = []
+        self.calls: list[Call] = []
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes by which models choose masks."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.layer[0], name)
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.inputs.append(hidden)
+        self.calls.append((args, kwargs))
+        if self.is_last:
+            raise _AllCalledError
+        return hidden
+
+
 def open_layerwise(source: TensorSource, config: str | bytes, where: str) -> LayerwiseModel:
     """The model that ``config``, the text of ``config.json``, describes, with the weights of
     ``source``. Raises ``ModelError`` if it cannot be run layer by layer."""
@@ -504,6 +456,16 @@ def _shared(model: PreTrainedModel) -> str | None:
     return next(names, None)
 
 
+@torch.no_grad()
+def run(layer: nn.Module, hidden: torch.Tensor, call: Call) -> torch.Tensor:
+    """The output of a layer."""
+    args, kwargs = call
+    with _unfit():
+        found = layer(hidden, *args, **kwargs)
+    output: torch.Tensor = found[0] if isinstance(found, tuple) else found
+    return output
+
+
 @contextmanager
 def _unfit() -> Iterator[None]:
     """A block in which a model's own errors say that it does not fit."""
@@ -515,11 +477,38 @@ def _unfit() -> Iterator[None]:
         ) from error
 
 
-@torch.no_grad()
-def run(layer: nn.Module, hidden: torch.Tensor, call: Call) -> torch.Tensor:
-    """The output of a layer."""
-    args, kwargs = call
-    with _unfit():
-        found = layer(hidden, *args, **kwargs)
-    output: torch.Tensor = found[0] if isinstance(found, tuple) else found
-    return output
+def calibration_rows(parts: ModelFolders, count: int) -> list[list[int]]:
+    """The token ids of ``count`` rows of the run's training data: evenly spaced, or the first of a
+    stream. Raises ``ModelError`` if there is no run, or too little data."""
+    recipe = parts.recipe
+    if recipe is None:
+        raise ModelError(
+            f"{parts.folder}: has no recipe, so no data to calibrate on; export the folder of a "
+            "run, or use --algorithm rtn"
+        )
+    codec, rows = own_codec(recipe, codec_of(parts)), []
+    for item in (_of_stream if recipe.data.streaming else _spaced)(recipe, codec, count):
+        chat = with_chosen(item)
+        name = next(name for name in chat if name.endswith("input_ids"))
+        rows.append([int(i) for i in chat[name][:LONGEST]])
+    if (tokens := sum(map(len, rows))) < FEWEST_IN_ALL:
+        raise ModelError(
+            f"{parts.folder}: {len(rows)} rows of its training data have {tokens} tokens in all, "
+            f"too few to calibrate on (at least {FEWEST_IN_ALL}); use --algorithm rtn"
+        )
+    return rows
+
+
+def _spaced(recipe: Recipe, codec: Codec, count: int) -> Iterator[Features]:
+    data = prepare(encoding_of(recipe, codec)).train
+    chosen = np.linspace(0, len(data) - 1, min(count, len(data))).astype(int)
+    yield from (data[int(index)] for index in np.unique(chosen))
+
+
+def _of_stream(recipe: Recipe, codec: Codec, count: int) -> Iterator[Features]:
+    """The first that are not held out; encoded as far as that takes."""
+    data = open_stream(encoding_of(recipe, codec))
+    held_out = set(data.held.tolist())
+    num_encoded = min(data.train.reach(count + len(held_out)), count + len(held_out))
+    chosen = [item for item in range(num_encoded) if item not in held_out]
+    yield from (data.train[item] for item in chosen[:count])

@@ -35,7 +35,6 @@ from .trainer_folder import (
     OPTIMIZER,
     SCALER,
     SCHEDULER,
-    Moments,
     TrainerProgress,
     is_trainer_checkpoint,
     latest_complete,
@@ -103,6 +102,13 @@ def load_trainer_checkpoint(folder: Path, trainer: Trainer, *, trust_pickle: boo
     saved: Any = read_pickle(folder / OPTIMIZER)
     by_module = moments_by_name(saved, policy.module, folder / OPTIMIZER)
     expect_adamw(policy.step.optimizer, folder / OPTIMIZER)
+    num_updates = max(int(values["step"]) for values in by_module.values())
+    if num_updates > progress.global_step:
+        raise CheckpointError(
+            f"{folder}: {OPTIMIZER} has made {counted(num_updates, 'update')}, but "
+            f"trainer_state.json is of step {progress.global_step}: two saves are mixed in this "
+            "folder; resume from another checkpoint"
+        )
     names = {id(p): name for name, p in policy.module.named_parameters()}
     moments = {
         name_here: by_module[names[id(parameter)]]
@@ -114,7 +120,7 @@ def load_trainer_checkpoint(folder: Path, trainer: Trainer, *, trust_pickle: boo
         for name in (SCHEDULER, SCALER)
     )
     scale = _scale(scaler, folder / SCALER)
-    for line in _differences(saved, scheduler, progress, moments, trainer):
+    for line in _differences(saved, scheduler, progress, num_updates, trainer):
         logger.warning("%s: %s", folder.name, line)
     fill_weights(source, policy.weights)
     policy.optimizer_state.load_state_dict(moments)
@@ -140,19 +146,12 @@ def _check(folder: Path, *, trust_pickle: bool) -> TrainerProgress:
 
 
 def _differences(
-    saved: Any, scheduler: object, progress: TrainerProgress, moments: Moments, trainer: Trainer
+    saved: Any, scheduler: object, progress: TrainerProgress, num_updates: int, trainer: Trainer
 ) -> Iterator[str]:
-    """Differences between the two runs, for the log."""
+    """Differences between the two runs that the user may want, for the log."""
     step = progress.global_step
-    num_updates = max(int(values["step"]) for values in moments.values())
-    updates = counted(num_updates, "update")
-    if num_updates > step:
-        raise CheckpointError(
-            f"{OPTIMIZER} has made {updates}, but trainer_state.json is of step {step}: "
-            "two saves are mixed in this folder; resume from another checkpoint"
-        )
-    if num_updates < step:
-        yield f"{OPTIMIZER} has made {updates} in {counted(step, 'step')}"
+    if num_updates < step:  # steps whose fp16 gradients overflowed
+        yield f"{OPTIMIZER} has made {counted(num_updates, 'update')} in {counted(step, 'step')}"
     schedule = scheduler if isinstance(scheduler, Mapping) else {}
     last, rates = schedule.get("last_epoch"), schedule.get("_last_lr")
     if isinstance(last, int) and last != step:

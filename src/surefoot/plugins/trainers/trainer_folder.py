@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -178,45 +179,51 @@ def trainer_groups(model: nn.Module, patterns: Sequence[str] = _NO_DECAY) -> lis
 
 
 def moments_by_name(saved: object, model: nn.Module, where: Path) -> Moments:
-    """AdamW's state of every trainable parameter of ``model``, by its name in the model."""
+    """AdamW's state of every trainable parameter of ``model``, by its name in the model.
+
+    The file has numbers and no names. So its groups are compared with those of each known way to
+    number parameters, and the first one whose moments have the shapes of the parameters is right.
+    """
     numbers, state = _numbers_and_state(saved, where)
     shapes = {name: p.shape for name, p in model.named_parameters()}
-    order = [number for group in numbers for number in group]
-    ungrouped = [name for name, p in model.named_parameters() if p.requires_grad]
-    stored_sizes = " and ".join(str(len(group)) for group in numbers)
-    trainable_sizes = " and ".join(str(len(group)) for group in trainer_groups(model))
-    reason = (
-        f"it contains the moments of {stored_sizes} parameters (with decay and without), but "
-        f"{trainable_sizes} are trainable in this run"
-    )
-    problems: list[str] = []
-    for groups in (trainer_groups(model), trainer_groups(model, _NO_DECAY_OF_OLD), [ungrouped]):
-        if [len(g) for g in groups if g] != [len(n) for n in numbers if n]:
+    groups_of_now = trainer_groups(model)
+    # Until 4.49 the Trainer let norms decay. An optimizer of the user's own may have one group.
+    in_one_group = [name for name, p in model.named_parameters() if p.requires_grad]
+    problems = []
+    for groups in (groups_of_now, trainer_groups(model, _NO_DECAY_OF_OLD), [in_one_group]):
+        if [len(names) for names in groups if names] != [len(group) for group in numbers if group]:
             continue
-        names = [name for group in groups for name in group]
-        moments = {name: state.get(number, {}) for name, number in zip(names, order, strict=True)}
-        odd = ((name, _problem(moments[name], shapes[name])) for name in names)
-        problem = next((f"{name}: {why}" for name, why in odd if why), None)
-        if problem is None:
+        in_order = zip(chain(*groups), chain(*numbers), strict=True)
+        moments = {name: state.get(number, {}) for name, number in in_order}
+        wrong = {name: _problem(values, shapes[name]) for name, values in moments.items()}
+        if not any(wrong.values()):
             return {name: _in_torchs_form(values) for name, values in moments.items()}
-        problems.append(problem)
+        problems.append(next(f"{name}: {why}" for name, why in wrong.items() if why))
+    stored, trainable = (
+        " and ".join(str(len(group)) for group in groups) for groups in (numbers, groups_of_now)
+    )
+    other_sizes = (
+        f"it contains the moments of {stored} parameters (with decay and without), but "
+        f"{trainable} are trainable in this run"
+    )
     raise CheckpointError(
-        f"{where}: {problems[0] if problems else reason}; set the model and method of the "
+        f"{where}: {problems[0] if problems else other_sizes}; set the model and method of the "
         "checkpoint in the recipe"
     )
 
 
 def _numbers_and_state(saved: object, where: Path) -> tuple[list[list[int]], Mapping[int, Any]]:
+    """The numbers of each group's parameters, and the state by number."""
     groups = saved.get("param_groups") if isinstance(saved, dict) else None
     state = saved.get("state") if isinstance(saved, dict) else None
     if isinstance(groups, list) and isinstance(state, dict):
         numbers = [group.get("params") if isinstance(group, dict) else None for group in groups]
         if all(isinstance(n, list) and all(type(i) is int for i in n) for n in numbers):
-            if state:
-                return [list(group or ()) for group in numbers], state
-            raise CheckpointError(
-                f"{where}: it contains no moments; resume from another checkpoint"
-            )
+            if not state:
+                raise CheckpointError(
+                    f"{where}: it contains no moments; resume from another checkpoint"
+                )
+            return [list(group or ()) for group in numbers], state
     raise CheckpointError(f"{where}: it is not the state of a torch optimizer")
 
 
