@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
-from hub_uploads import Uploads
+from hub_uploads import LARGE, Uploads, content_id, git_hash
 
 COMMIT = "a" * 40
 
@@ -42,12 +42,10 @@ def sha256(data):
     return hashlib.sha256(data).hexdigest()
 
 
-def git_hash(data):
-    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-
-
-def hub_private(hub, kind, name):
-    return hub.private.get((kind, name), False)
+def size_of(data, name):
+    """The size of a file as the hub tells it; of a large one with its sha256, as ``name``."""
+    large = {"lfs": {"size": len(data), name: sha256(data), "pointerSize": 100}}
+    return {"size": len(data), **(large if len(data) > LARGE else {})}
 
 
 class _Handler(Uploads, BaseHTTPRequestHandler):
@@ -106,48 +104,22 @@ class _Handler(Uploads, BaseHTTPRequestHandler):
         found = self.server.hub.find(kind, name)
         if found is None:
             return self.answer_json({"error": "Repository not found"}, 404, "RepoNotFound")
-        listed = [
-            {
-                "type": "file",
-                "path": path,
-                "size": len(data),
-                "oid": git_hash(data),
-                **(
-                    {"lfs": {"oid": sha256(data), "size": len(data), "pointerSize": 100}}
-                    if len(data) > 1000
-                    else {}
-                ),
-            }
-            for path, data in found.items()
-        ]
         if "tree" in parts:
             below = "/".join(parts[5:])
-            return self.answer_json([e for e in listed if e["path"].startswith(below)])
+            files = [(path, data) for path, data in found.items() if path.startswith(below)]
+            return self.answer_json(
+                [
+                    {"type": "file", "path": path, "oid": git_hash(data), **size_of(data, "oid")}
+                    for path, data in files
+                ]
+            )
         siblings = [
-            {
-                "rfilename": path,
-                "size": len(data),
-                "blobId": git_hash(data),
-                **(
-                    {"lfs": {"size": len(data), "sha256": sha256(data), "pointerSize": 100}}
-                    if len(data) > 1000
-                    else {}
-                ),
-            }
+            {"rfilename": path, "blobId": git_hash(data), **size_of(data, "sha256")}
             for path, data in found.items()
         ]
-        return self.answer_json(
-            {
-                "id": name,
-                "sha": COMMIT,
-                "siblings": siblings,
-                "tags": [],
-                "private": hub_private(self.server.hub, kind, name),
-                "gated": False,
-                "downloads": 0,
-                "likes": 0,
-            }
-        )
+        is_private = self.server.hub.private.get((kind, name), False)
+        about = {"id": name, "sha": COMMIT, "siblings": siblings, "private": is_private}
+        return self.answer_json({**about, "tags": [], "gated": False, "downloads": 0, "likes": 0})
 
     def resolve(self, parts, body):
         at = parts.index("resolve")
@@ -156,7 +128,7 @@ class _Handler(Uploads, BaseHTTPRequestHandler):
         found = self.server.hub.find(kind, name)
         if found is None or path not in found:
             return self.answer_json({"error": "no"}, 404, "EntryNotFound")
-        digest = sha256(found[path]) if len(found[path]) > 1000 else git_hash(found[path])
+        digest = content_id(found[path])
         headers = {"ETag": f'"{digest}"', "X-Repo-Commit": COMMIT}
         return self.answer_file(path, found[path], headers, body)
 

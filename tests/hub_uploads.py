@@ -32,7 +32,7 @@ class Uploads:
                     "path": f["path"],
                     "uploadMode": "lfs" if f["size"] > LARGE else "regular",
                     "shouldIgnore": False,
-                    "oid": _oid(stored[f["path"]]) if f["path"] in stored else None,
+                    "oid": content_id(stored[f["path"]]) if f["path"] in stored else None,
                 }
                 for f in json.loads(said)["files"]
             ]
@@ -52,15 +52,10 @@ class Uploads:
 
     def batch(self, objects):
         host = self.headers["Host"]
-        found = [
-            {"oid": o["oid"], "size": o["size"]}
-            | (
-                {}
-                if o["oid"] in self.server.hub.blobs
-                else {"actions": {"upload": {"href": f"http://{host}/blob/{o['oid']}"}}}
-            )
-            for o in objects
-        ]
+        found = [{"oid": o["oid"], "size": o["size"]} for o in objects]
+        for each in found:
+            if each["oid"] not in self.server.hub.blobs:
+                each["actions"] = {"upload": {"href": f"http://{host}/blob/{each['oid']}"}}
         self.answer_json({"objects": found, "transfer": "basic"})
 
     def do_PUT(self):
@@ -91,18 +86,17 @@ class Uploads:
             hub.lost_answers -= 1
             self.close_connection = True
             return self.connection.close()
-        found = {
-            "commitUrl": f"http://{self.headers['Host']}/{name}/commit/1",
-            "commitOid": "a" * 40,
-        }
-        return self.answer_json(found)
+        url = f"http://{self.headers['Host']}/{name}/commit/1"
+        return self.answer_json({"commitUrl": url, "commitOid": "a" * 40})
 
 
-def _oid(data):
-    """What the hub calls a content that it has: its sha256, or its hash in git if it is small."""
-    if len(data) > LARGE:
-        return hashlib.sha256(data).hexdigest()
+def git_hash(data):
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def content_id(data):
+    """What the hub calls a content that it has: its sha256, or its hash in git if it is small."""
+    return hashlib.sha256(data).hexdigest() if len(data) > LARGE else git_hash(data)
 
 
 def _changes(said):

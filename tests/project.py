@@ -62,13 +62,10 @@ def rows(count=24):
 
 
 def pairs(count=24):
+    wrong = [f"It is {i % 9 + i // 9 + 1 + i % 3}, said the hen." for i in range(count)]
     return [
-        {
-            "instruction": f"What is {i % 9} plus {i // 9}?",
-            "chosen": f"It is {i % 9 + i // 9}.",
-            "rejected": f"It is {i % 9 + i // 9 + 1 + i % 3}, said the hen.",
-        }
-        for i in range(count)
+        {"instruction": row["instruction"], "chosen": row["output"], "rejected": answer}
+        for row, answer in zip(rows(count), wrong, strict=True)
     ]
 
 
@@ -84,18 +81,13 @@ class Project:
         folder.mkdir(parents=True, exist_ok=True)
         model_folder(folder / "model", kind)
         (folder / "data").mkdir()
-        (folder / "data" / "sums.jsonl").write_text("\n".join(map(json.dumps, rows())) + "\n")
-        (folder / "data" / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs())) + "\n")
-        (folder / "data" / "marked.jsonl").write_text("\n".join(map(json.dumps, marked())) + "\n")
-        (folder / "data" / "dataset_info.json").write_text(
-            json.dumps(
-                {
-                    "sums": {"file_name": "sums.jsonl"},
-                    "pairs": {"file_name": "pairs.jsonl", "ranking": True},
-                    "marked": {"file_name": "marked.jsonl", "columns": {"kto_tag": "is_good"}},
-                }
-            )
-        )
+        for name, made in (("sums", rows()), ("pairs", pairs()), ("marked", marked())):
+            text = "".join(json.dumps(row) + "\n" for row in made)
+            (folder / "data" / f"{name}.jsonl").write_text(text)
+        info = {name: {"file_name": f"{name}.jsonl"} for name in ("sums", "pairs", "marked")}
+        info["pairs"]["ranking"] = True
+        info["marked"]["columns"] = {"kto_tag": "is_good"}
+        (folder / "data" / "dataset_info.json").write_text(json.dumps(info))
         self.sections = {
             "model": {"path": "model"},
             "data": {"datasets": ["sums"], "cutoff_len": 64},

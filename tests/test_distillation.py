@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -38,27 +39,27 @@ def made(tmp_path_factory):
     return project(tmp_path_factory.mktemp("distill"), train={"max_steps": 3})
 
 
+ONE_SAVE = {"checkpoint": {"save_steps": None}, "optim": {"adamw": {"learning_rate": 0.01}}}
+
+
 def test_a_student_nears_its_teacher(tmp_path):
     """The teacher has learned the sums, the student is random and smaller. Of each third row only
     the divergence is measured."""
     taught = Project(
         tmp_path / "taught",
         "qwen3",
-        train={"max_steps": 40, "global_batch_size": 8},
-        checkpoint={"save_steps": None},
-        optim={"adamw": {"learning_rate": 0.01}},
+        train={"max_steps": 25, "global_batch_size": 8},
+        **ONE_SAVE,
     )
     surefoot.train(taught.recipe)
-    teacher = str(taught.run / "checkpoint-40")
     student = project(
         tmp_path / "student",
-        settings={"teacher": teacher},
+        settings={"teacher": str(taught.run / "checkpoint-25")},
         data={"val_size": 6},
-        train={"max_steps": 40, "global_batch_size": 8, "eval_steps": 20},
+        train={"max_steps": 25, "global_batch_size": 8, "eval_steps": 25},
         method="full",
-        checkpoint={"save_steps": None},
-        optim={"adamw": {"learning_rate": 0.01}},
         generate={"max_new_tokens": 2},
+        **ONE_SAVE,
     )
     start = evaluated(student, "base")
     surefoot.train(student.recipe)
@@ -69,19 +70,8 @@ def test_a_student_nears_its_teacher(tmp_path):
 
 
 def evaluated(student, model=None):
-    recipe = load(student.recipe)
-
-    class Progress:
-        def __init__(self, *_):
-            pass
-
-        def __enter__(self):
-            return lambda _: None
-
-        def __exit__(self, *_):
-            pass
-
-    found = evaluate_run(recipe, ALONE, PLAINLY, progress=Progress, model=model)
+    none = lambda *_: nullcontext(lambda _: None)  # noqa: E731
+    found = evaluate_run(load(student.recipe), ALONE, PLAINLY, progress=none, model=model)
     return found.overall.metrics["divergence"]
 
 

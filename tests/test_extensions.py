@@ -43,14 +43,10 @@ def package(tmp_path_factory):
         if block.title:
             (source / block.title).parent.mkdir(exist_ok=True)
             (source / block.title).write_text(block.text)
-    install(source, target)
-    return target
-
-
-def install(source, target):
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--target", str(target)]
     command = [sys.executable, "-m", "pip", "install", *options, str(source)]
     subprocess.run(command, check=True, capture_output=True)
+    return target
 
 
 def forget():
@@ -118,14 +114,7 @@ def test_without_the_package_the_command_is_unknown():
     assert CliRunner().invoke(main, ["hello"]).exit_code == 2
 
 
-BROKEN = """
-[project]
-name = "broken"
-version = "2.0"
-[project.entry-points."surefoot.plugins"]
-broken = "broken:PLUGIN"
-gone = "nowhere:PLUGIN"
-"""
+ENTRY_POINTS = "[surefoot.plugins]\nbroken = broken:PLUGIN\ngone = nowhere:PLUGIN\n"
 PLUGIN = """
 from surefoot.extensions import Plugin
 PLUGIN = Plugin(
@@ -136,18 +125,17 @@ PLUGIN = Plugin(
 """
 
 
-def test_a_broken_plugin_is_named_and_breaks_nothing(seen, package, tmp_path, capsys):
-    (tmp_path / "pyproject.toml").write_text(BROKEN)
+def test_a_broken_plugin_is_named_and_breaks_nothing(seen, tmp_path, monkeypatch, capsys):
     (tmp_path / "broken.py").write_text(PLUGIN)
-    install(tmp_path, package)
+    installed = tmp_path / "broken-2.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 2.0\n")
+    (installed / "entry_points.txt").write_text(ENTRY_POINTS)
+    monkeypatch.syspath_prepend(tmp_path)
     forget()
-    try:
-        done = CliRunner().invoke(main, ["plugins", "--json"])
-        stages = Extended("stages", {"sft": 1})
-        names = list(stages)
-    finally:
-        for path in [package / "broken.py", *package.glob("broken-*")]:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    done = CliRunner().invoke(main, ["plugins", "--json"])
+    stages = Extended("stages", {"sft": 1})
+    names = list(stages)
     rows = json.loads(done.stdout)
     found = {(row["plugin"], row["name"]): (row["from"], row["problem"]) for row in rows}
     assert found["focal", "focal"] == ("surefoot-focal 1.0", None)

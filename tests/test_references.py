@@ -93,8 +93,7 @@ def test_another_stage_setting_asks_nobody_and_another_model_is_asked(tmp_path, 
     made = project(tmp_path, train={"max_steps": 1})
 
     def run(**changes):
-        changes["train.output_dir"] = str(tmp_path / str(len(list(tmp_path.iterdir()))))
-        surefoot.train(made.recipe, **changes)
+        build(load(made.recipe, changes))
         return said(caplog)
 
     assert run() == ["asked"]
@@ -108,7 +107,7 @@ def test_another_stage_setting_asks_nobody_and_another_model_is_asked(tmp_path, 
 
 def test_a_run_killed_while_it_asks_begins_again_where_it_was(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("surefoot.training.precompute.PIECE", 4)  # of 24 examples
-    made = project(tmp_path, train={"max_steps": 4})
+    made = project(tmp_path, train={"max_steps": 2})
     whole = tmp_path / "whole"
     surefoot.train(made.recipe, **{"train.output_dir": str(whole)})
     expected = {file.name: file.read_bytes() for file in kept(tmp_path)}
@@ -179,17 +178,12 @@ def test_a_reference_with_other_tokens_is_refused(tmp_path):
 
 
 def test_packed_and_padded_learn_the_same(tmp_path):
-    found = []
+    steps = {"train": {"max_steps": 4}, "checkpoint": {"save_steps": 4}}
+    made, found = project(tmp_path, method="full", **steps), []
     for packing in (True, False):
-        made = project(
-            tmp_path / str(packing),
-            method="full",
-            data={"packing": packing},
-            train={"max_steps": 4},
-            checkpoint={"save_steps": 4},
-        )
-        surefoot.train(made.recipe)
-        found.append([r["rewards/margins"] for r in metrics(made.run)])
+        run = tmp_path / f"packing {packing}"
+        surefoot.train(made.recipe, **{"data.packing": packing, "train.output_dir": str(run)})
+        found.append([r["rewards/margins"] for r in metrics(run)])
     assert found[0] == pytest.approx(found[1], abs=1e-4)
 
 
@@ -336,21 +330,12 @@ def test_what_is_kept_is_found_where_it_is_sound(tmp_path, monkeypatch):
 def test_a_reference_in_the_window_computes_what_one_before_the_first_step_does(method, tmp_path):
     """With an adapter it is the base, and there is no second model."""
     data = {"datasets": ["marked"], "cache_dir": str(tmp_path / "cache"), "val_size": 4}
-    made = Project(
-        tmp_path,
-        stage={"kto": {}},
-        method=method,
-        data=data,
-        train={"max_steps": 4, "eval_steps": 4},
-    )
+    steps = {"max_steps": 4, "eval_steps": 4}
+    made = Project(tmp_path, stage={"kto": {}}, method=method, data=data, train=steps)
     surefoot.train(made.recipe)
-    kept = list((tmp_path / "cache" / "reference").rglob("*.safetensors"))
-    options = {
-        "train.output_dir": str(tmp_path / "window"),
-        "stage.kto.precompute_reference": False,
-    }
-    surefoot.train(made.recipe, **options)
-    assert list((tmp_path / "cache" / "reference").rglob("*.safetensors")) == kept
+    before, window = kept(tmp_path), {"train.output_dir": str(tmp_path / "window")}
+    surefoot.train(made.recipe, **window, **{"stage.kto.precompute_reference": False})
+    assert kept(tmp_path) == before
     names = ("loss", "kl", "rewards/margins", "eval_loss", "eval_kl")
     pairs = zip(metrics(made.run), metrics(tmp_path / "window"), strict=True)
     for ahead, inside in pairs:

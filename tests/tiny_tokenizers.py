@@ -57,12 +57,9 @@ def qwen():
     """Byte-level with Qwen's pattern and NFC; line breaks are joined over the end of a header."""
     made = Tokenizer(models.BPE())
     made.normalizer = normalizers.NFC()
-    made.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(QWEN), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    split = pre_tokenizers.Split(Regex(QWEN), "isolated")
+    made.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
     made.decoder = decoders.ByteLevel()
     return _train(made, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
 
@@ -83,14 +80,8 @@ def llama2():
     made.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
-    made.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
     made = _train_bytes(made)
     made.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", made.token_to_id("<s>"))]

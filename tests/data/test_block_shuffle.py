@@ -166,13 +166,8 @@ def test_blocks_are_shuffled_each_by_itself_and_begin_elsewhere_in_each_epoch(tm
 
 
 def test_without_shuffling_the_order_is_that_of_the_data_and_no_more_is_waited_for(tmp_path):
-    section = write(tmp_path, d=[1] * 40)
-    seen = []
-
-    def noting(examples):
-        seen.extend(examples)
-        return encode(examples)
-
+    section, seen = write(tmp_path, d=[1] * 40), []
+    noting = lambda examples: seen.extend(examples) or encode(examples)  # noqa: E731
     it, _ = loader(section, shuffle=False, buffer_size=1000, shard_rows=3, encode=noting)
     assert flat(it.next_window()) == list(range(8))
     assert len(seen) == 9
@@ -208,13 +203,8 @@ def test_windows_made_ahead_are_those_made_on_the_spot_and_wait_for_no_encoding(
 
 
 def test_the_first_step_waits_for_the_buffer_and_for_nothing_behind_it(tmp_path):
-    section = write(tmp_path, d=[1] * 40)
-    seen = []
-
-    def noting(examples):
-        seen.extend(examples)
-        return encode(examples)
-
+    section, seen = write(tmp_path, d=[1] * 40), []
+    noting = lambda examples: seen.extend(examples) or encode(examples)  # noqa: E731
     it, _ = loader(section, buffer_size=16, shard_rows=4, encode=noting)
     it.next_window()
     assert len(seen) == 16

@@ -80,18 +80,14 @@ def test_text_is_kept_as_bytes_beside_tokens(tmp_path):
 
 
 def test_another_fingerprint_is_another_folder_but_equal_items_have_equal_content(tmp_path):
-    one, two = (load_or_build(tmp_path, key, build) for key in ("one", "two"))
-    assert two.is_new
-    assert one.store.content == two.store.content
-
-
-def test_other_items_have_other_content(tmp_path):
-    def other(writer):
+    def of_other_rows(writer):
         writer.add(ITEMS, [0, 1, 7])
         return {}
 
-    one, two = load_or_build(tmp_path, "one", build), load_or_build(tmp_path, "two", other)
-    assert one.store.content != two.store.content
+    one, two = (load_or_build(tmp_path, key, build) for key in ("one", "two"))
+    assert two.is_new
+    assert one.store.content == two.store.content
+    assert one.store.content != load_or_build(tmp_path, "three", of_other_rows).store.content
 
 
 def test_an_item_is_read_when_it_is_used_and_cannot_be_written(tmp_path):

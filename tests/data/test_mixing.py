@@ -1,6 +1,7 @@
 """Interleaved datasets and drawn rows: the same rows in the same order as in LLaMA-Factory."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -109,17 +110,7 @@ def test_a_stream_is_encoded_in_that_order_and_resumed(section):
     assert stream.reach(100) == 21
     whole = [stream[i]["input_ids"].tolist() for i in range(21)]
     assert "".join(chr(name) for name, _ in whole) == "abc" * 7
-    killed = Encoding(
-        section(
-            mix_strategy="interleave_over",
-            streaming=True,
-            shuffle=False,
-            cache_dir=data.cache_dir / "other",
-        ),
-        encode,
-        {},
-        42,
-    )
+    killed = replace(encoding, section=replace(data, cache_dir=data.cache_dir / "other"))
     next(encode_stream(killed, shard_rows=5))
     again = open_stream(killed, partial(next, encode_stream(killed, shard_rows=5), None)).train
     again.reach(100)

@@ -42,34 +42,24 @@ def test_a_row_has_a_prompt_or_a_conversation_and_keeps_the_rest(tmp_path):
 
 
 USER = {"role": "user", "content": "a"}
-ASKED = [Message("system", "s"), Message("user", "a"), Message("assistant", "b")]
-ASKED = (*ASKED, Message("user", "c"))
+ASKED = (Message("system", "s"), Message("user", "a"), Message("assistant", "b"))
+ASKED, ANSWER = (*ASKED, Message("user", "c")), Message("assistant", "d")
 SAME = {  # rows of a dataset, as every format has them
     "openai": {"messages": [{"role": m.role, "content": m.content} for m in ASKED]},
     "openai, answered": {
-        "messages": [
-            *({"role": m.role, "content": m.content} for m in ASKED),
-            {"role": "assistant", "content": "d"},
-        ]
+        "messages": [{"role": m.role, "content": m.content} for m in (*ASKED, ANSWER)]
     },
     "sharegpt": {
         "system": "s",
         "conversations": [
-            {"from": "human", "value": "a"},
-            {"from": "gpt", "value": "b"},
-            {"from": "human", "value": "c"},
-            {"from": "gpt", "value": "d"},
+            {"from": ["human", "gpt"][at % 2], "value": text} for at, text in enumerate("abcd")
         ],
     },
     "alpaca": {"system": "s", "history": [["a", "b"]], "instruction": "c", "output": "d"},
     "pairs": {"system": "s", "history": [["a", "b"]], "instruction": "c", "chosen": "d"},
     "prompt and completion": {
         "system": "s",
-        "prompt": [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "b"},
-            {"role": "user", "content": "c"},
-        ],
+        "prompt": [{"role": m.role, "content": m.content} for m in ASKED[1:]],
         "completion": "d",
     },
 }
@@ -205,12 +195,6 @@ def test_nulls_of_a_columnar_file_are_no_part_of_functions(tmp_path):
     assert [p.tools for p in read_prompts(tmp_path / "q.parquet")] == [(each,) for each in schemas]
 
 
-def test_functions_come_along(tmp_path):
-    row = {"prompt": "Hi", "tools": [{"name": "add", "description": "", "parameters": {}}]}
-    (found,) = read_prompts(write(tmp_path / "q.jsonl", row))
-    assert [tool["name"] for tool in found.tools] == ["add"]
-
-
 def test_a_system_message_goes_where_there_is_none(tmp_path):
     own = {"messages": [{"role": "system", "content": "own"}, {"role": "user", "content": "a"}]}
     one, two = read_prompts(write(tmp_path / "q.jsonl", {"prompt": "Hi"}, own))
@@ -245,6 +229,7 @@ def test_a_line_that_is_no_prompt_is_named_with_its_reason(row, reason, tmp_path
     ("content", "reason"),
     [
         (None, "prompts cannot be read: No such file"),
+        ("folder", "prompts cannot be read: Is a directory"),
         (b"", "contains no prompt; expected one per line"),
         (b"\n \n", "contains no prompt"),
         (b"Hi\n\xff\xfe\n", "line 2: byte 0xff is not UTF-8 text"),
@@ -253,12 +238,9 @@ def test_a_line_that_is_no_prompt_is_named_with_its_reason(row, reason, tmp_path
 )
 def test_a_file_without_prompts_is_refused(content, reason, tmp_path):
     path = tmp_path / "q.txt"
-    if content is not None:
+    if content == "folder":
+        path.mkdir()
+    elif content is not None:
         path.write_bytes(content)
     with pytest.raises(DataError, match=reason):
         read_prompts(path)
-
-
-def test_a_folder_is_no_file_of_prompts(tmp_path):
-    with pytest.raises(DataError, match="prompts cannot be read: Is a directory"):
-        read_prompts(tmp_path)

@@ -34,42 +34,36 @@ def test_csv_is_read_as_it_was_written_and_all_values_are_text(folder, rows):
     assert list(read_csv(path)) == [{"id": a, "text": b} for a, b in rows]
 
 
-def test_csv_numbers_and_long_texts_stay_what_they_are(folder):
-    path = folder / "b.csv"
-    path.write_text("\ufeffid,text\n007," + "x" * 300_000 + "\n", encoding="utf-8")
-    assert list(read_csv(path)) == [{"id": "007", "text": "x" * 300_000}]
+WIDTHS = [{"a": "1", "b": "2"}, "line 4 has 1 value under 2 names"]
+WIDTHS += ["line 6 has 3 values under 2 names", {"a": "7", "b": "8"}]
 
 
-def test_a_csv_record_of_another_width_is_a_broken_row(folder):
-    path = folder / "c.csv"
-    path.write_text('a,b\n1,2\n"3\n3"\n\n4,5,6\n7,8\n')
-    assert list(read_csv(path)) == [
-        {"a": "1", "b": "2"},
-        "line 4 has 1 value under 2 names",
-        "line 6 has 3 values under 2 names",
-        {"a": "7", "b": "8"},
-    ]
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        ("\ufeffid,text\n007," + "x" * 300_000 + "\n", [{"id": "007", "text": "x" * 300_000}]),
+        ('a,b\n1,2\n"3\n3"\n\n4,5,6\n7,8\n', WIDTHS),
+        ("", []),
+        ("a,b\n", []),
+    ],
+    ids=["numbers and long texts", "records of another width", "empty", "names alone"],
+)
+def test_csv_values_stay_what_they_are_and_records_of_another_width_are_broken(folder, text, rows):
+    (folder / "b.csv").write_text(text, encoding="utf-8")
+    assert list(read_csv(folder / "b.csv")) == rows
 
 
-@pytest.mark.parametrize("text", ["", "a,b\n"])
-def test_an_empty_csv_has_no_rows(folder, text):
-    path = folder / "d.csv"
-    path.write_text(text)
-    assert list(read_csv(path)) == []
-
-
-def test_csv_with_an_open_quote_is_refused(folder):
-    path = folder / "e.csv"
-    path.write_text('a,b\n1,"2\n')
-    with pytest.raises(DataError, match=r"e.csv: not valid CSV at line 2: unexpected end of data"):
-        list(read_csv(path))
-
-
-def test_csv_in_another_encoding_is_refused(folder):
-    path = folder / "f.csv"
-    path.write_bytes("a\né\n".encode("latin-1"))
-    with pytest.raises(DataError, match="byte 0xe9 is not UTF-8 text"):
-        list(read_csv(path))
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b'a,b\n1,"2\n', r"e.csv: not valid CSV at line 2: unexpected end of data"),
+        ("a\né\n".encode("latin-1"), "byte 0xe9 is not UTF-8 text"),
+    ],
+)
+def test_csv_with_an_open_quote_or_in_another_encoding_is_refused(folder, content, reason):
+    (folder / "e.csv").write_bytes(content)
+    with pytest.raises(DataError, match=reason):
+        list(read_csv(folder / "e.csv"))
 
 
 def test_a_text_file_has_a_row_a_line(folder):

@@ -143,11 +143,12 @@ from pathlib import Path
 from surefoot.data.rows.registry import read_entry
 from surefoot.errors import DataError
 entry = {"hf_hub_url": "owner/rows", "formatting": "alpaca"}
-try:
-    rows = list(read_entry("d", entry, Path(), "here").source.rows())
-    print(len(rows), rows[0])
-except DataError as error:
-    print(error)
+for _ in sys.stdin:
+    try:
+        rows = list(read_entry("d", entry, Path(), "here").source.rows())
+        print(len(rows), rows[0], flush=True)
+    except DataError as error:
+        print(str(error).replace("\\n", " "), flush=True)
 """
 
 
@@ -158,18 +159,16 @@ def test_a_dataset_of_the_hugging_face_hub_is_verified_before_it_is_read(hub, tm
     environment = {k: v for k, v in os.environ.items() if k not in offline}
     environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
 
-    def run():
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        return done.stdout or done.stderr
+    command, pipes = [sys.executable, "-c", PROGRAM], dict.fromkeys(("stdin", "stdout"), -1)
+    with subprocess.Popen(command, env=environment, text=True, bufsize=1, **pipes) as program:
 
-    hub.damaged["train.jsonl"] = 2
-    assert "its sha256 is" in run()
-    hub.drops["train.jsonl"] = 500_000
-    assert run().strip() == f"45000 {ROWS[0]}"
+        def read():
+            program.stdin.write("again\n")
+            return program.stdout.readline()
+
+        hub.damaged["train.jsonl"] = 2
+        assert "its sha256 is" in read()
+        hub.drops["train.jsonl"] = 500_000
+        assert read().strip() == f"45000 {ROWS[0]}"
+        program.stdin.close()
     assert [start for name, start in hub.served if name == "train.jsonl"] == [0, 0, 0, 0]

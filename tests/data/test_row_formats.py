@@ -258,20 +258,21 @@ RANKING, TAGGED = Alpaca(ranking=True), Alpaca(kto_tag="good")
 @pytest.mark.parametrize(
     ("form", "row", "reason"),
     [
-        (Alpaca(), {**ROW, "output": 5}, "column 'output': expected text, got int 5"),
-        (Alpaca(), {**ROW, "instruction": ["a"]}, "'instruction': expected text, got list"),
-        (
-            Alpaca(),
-            {**ROW, "output": "\ud83d"},
-            "'output': half of a surrogate pair at character 0",
-        ),
-        (Alpaca(), {**ROW, "history": "hello"}, "column 'history': not valid JSON"),
-        (Alpaca(), {**ROW, "history": {"q": "a"}}, r"expected a list of \[question, answer\]"),
-        (Alpaca(), {**ROW, "history": [["q"]]}, r"expected \[question, answer\], got list"),
-        (Alpaca(), {**ROW, "history": [["q", 1]]}, "column 'history': expected text, got int 1"),
-        (Alpaca(), {**ROW, "tools": "{"}, "column 'tools': not valid JSON"),
-        (Alpaca(), {**ROW, "tools": {"name": "f"}}, "expected a list of function schemas"),
-        (Alpaca(), {**ROW, "tools": [{"nme": "f"}]}, "expected a function schema with a name"),
+        *[
+            (Alpaca(), {**ROW, name: value}, reason)
+            for name, value, reason in [
+                ("output", 5, "column 'output': expected text, got int 5"),
+                ("instruction", ["a"], "'instruction': expected text, got list"),
+                ("output", "\ud83d", "'output': half of a surrogate pair at character 0"),
+                ("history", "hello", "column 'history': not valid JSON"),
+                ("history", {"q": "a"}, r"expected a list of \[question, answer\]"),
+                ("history", [["q"]], r"expected \[question, answer\], got list"),
+                ("history", [["q", 1]], "column 'history': expected text, got int 1"),
+                ("tools", "{", "column 'tools': not valid JSON"),
+                ("tools", {"name": "f"}, "expected a list of function schemas"),
+                ("tools", [{"nme": "f"}], "expected a function schema with a name"),
+            ]
+        ],
         (
             Alpaca(),
             {"instructon": "a", "output": "b"},
@@ -297,19 +298,16 @@ RANKING, TAGGED = Alpaca(ranking=True), Alpaca(kto_tag="good")
         (ShareGPT(), {"conversations": [{"role": "a"}]}, r"no key 'from' \(keys found: role\)"),
         (ShareGPT(), turns(("human", None)), "turn 1: 'value': expected text, got null"),
         (ShareGPT(), turns(("human", 3)), "turn 1: 'value': expected text, got int 3"),
-        (ShareGPT(), turns(("function_call", "{'name': 1}")), "turn 1: not valid JSON"),
-        (ShareGPT(), turns(("function_call", "[]")), "turn 1: expected a function call"),
-        (ShareGPT(), turns(("function_call", '{"nme": 1}')), "turn 1: expected a call with name"),
-        (
-            ShareGPT(),
-            turns(("function_call", '{"name": "f", "arguments": [1]}')),
-            "arguments as an object",
-        ),
-        (
-            ShareGPT(),
-            turns(("function_call", '{"name": "f", "arguments": "{"}')),
-            "arguments: not valid JSON",
-        ),
+        *[
+            (ShareGPT(), turns(("function_call", call)), reason)
+            for call, reason in [
+                ("{'name': 1}", "turn 1: not valid JSON"),
+                ("[]", "turn 1: expected a function call"),
+                ('{"nme": 1}', "turn 1: expected a call with name"),
+                ('{"name": "f", "arguments": [1]}', "arguments as an object"),
+                ('{"name": "f", "arguments": "{"}', "arguments: not valid JSON"),
+            ]
+        ],
         (ShareGPT(), {**ASKED, "tools": "[1]"}, "column 'tools': expected a function schema"),
         (ShareGPT(), {**ASKED, "tools": "[" * 100_000}, "not valid JSON"),
         (

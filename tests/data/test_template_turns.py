@@ -100,8 +100,11 @@ def taught(made, example):
     return [learnt(made, item) for item in items]
 
 
-def test_answers_are_found_behind_their_prompts():
-    ((prompt, answers),) = taught(codec(PLAIN), chat("a", "one", "b", "two"))
+@pytest.mark.parametrize("source", [PLAIN, IN_A_MACRO, MARKED_LAST, MARKED])
+def test_answers_are_found_behind_their_prompts_whatever_is_marked(source):
+    """Marks in a macro have no known place (all-ones masks); on the last turn only, some lack;
+    and SmolLM3's begin before the header and end after the line break."""
+    ((prompt, answers),) = taught(codec(source), chat("a", "one", "b", "two"))
     assert prompt == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
     assert answers == "one<|im_end|>two<|im_end|>"
 
@@ -179,20 +182,6 @@ def test_an_error_of_a_template_is_one_sentence(source):
     with pytest.raises(TemplateError) as caught:
         codec(source).encode_chats([chat("a", "one")])
     assert ".." not in str(caught.value)
-
-
-def test_marks_that_cover_the_header_do_not_make_it_learnt():
-    """SmolLM3's habit: its marks begin before the header and end after the line break."""
-    ((prompt, answers),) = taught(codec(MARKED), chat("a", "one", "b", "two"))
-    assert prompt.endswith("<|im_start|>assistant\n")
-    assert answers == "one<|im_end|>two<|im_end|>"
-
-
-@pytest.mark.parametrize("source", [IN_A_MACRO, MARKED_LAST])
-def test_marks_that_cannot_be_trusted_are_not(source):
-    """In a macro their place is not known (all-ones masks); on the last turn only, some lack."""
-    ((_, answers),) = taught(codec(source), chat("a", "one", "b", "two"))
-    assert answers == "one<|im_end|>two<|im_end|>"
 
 
 def test_marks_on_a_template_that_cannot_be_masked_are_believed_with_a_warning(caplog):

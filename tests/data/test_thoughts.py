@@ -43,6 +43,12 @@ TWICE = (
     Message("user", "3+3?"),
     Message("assistant", "6", reasoning="Hm."),
 )
+WRITTEN = [  # the same thoughts in the content
+    replace(m, content=f"<think>\n{m.reasoning}\n</think>\n\n{m.content}", reasoning="")
+    if m.reasoning
+    else m
+    for m in TWICE
+]
 PLAIN = (Message("user", "2+2?"), Message("assistant", "4"))
 
 
@@ -82,7 +88,10 @@ def stripped(texts):
     return sorted(text.rstrip("\n") for text in texts)
 
 
-@pytest.mark.parametrize("source", [None, QWEN3])
+NAMED_OR_SAVED = pytest.mark.parametrize("source", [None, QWEN3])
+
+
+@NAMED_OR_SAVED
 def test_each_response_is_trained_with_its_thought_after_the_prompt_of_chat(source):
     made = codec(source=source)
     assert stripped(shown(made, TWICE)) == sorted(OWN_SEQUENCES)
@@ -90,27 +99,15 @@ def test_each_response_is_trained_with_its_thought_after_the_prompt_of_chat(sour
     assert prompt == f"{FIRST}4<|im_end|>\n{SECOND}"
 
 
-@pytest.mark.parametrize("source", [None, QWEN3])
+@NAMED_OR_SAVED
 def test_thoughts_in_the_content_are_the_same(source):
-    written = [
-        Message(
-            m.role, f"<think>\n{m.reasoning}\n</think>\n\n{m.content}" if m.reasoning else m.content
-        )
-        for m in TWICE
-    ]
     made = codec(source=source)
-    assert shown(made, written) == shown(made, TWICE)
+    assert shown(made, WRITTEN) == shown(made, TWICE)
 
 
-def test_a_template_without_a_field_for_thoughts_has_them_in_the_content():
-    assert stripped(shown(codec("chatml"), TWICE)) == [
-        f"{FIRST}⟦<think>\nEasy.\n</think>\n\n4<|im_end|>⟧\n"
-        f"{SECOND}⟦<think>\nHm.\n</think>\n\n6<|im_end|>⟧"
-    ]
-
-
-def test_preserved_thoughts_need_one_sequence():
-    assert stripped(shown(codec(preserve_thinking=True), TWICE)) == [
+@pytest.mark.parametrize("settings", [{"template": "chatml"}, {"preserve_thinking": True}])
+def test_without_a_field_for_thoughts_and_with_preserved_ones_all_are_in_one_sequence(settings):
+    assert stripped(shown(codec(**settings), TWICE)) == [
         f"{FIRST}⟦<think>\nEasy.\n</think>\n\n4<|im_end|>⟧\n"
         f"{SECOND}⟦<think>\nHm.\n</think>\n\n6<|im_end|>⟧"
     ]
@@ -341,41 +338,25 @@ QWEN35 = QWEN3.replace(
 )
 
 
-def alone(source):
-    """Two turns with complete thoughts, and the same without the words that open them."""
-    both = [
-        m
-        if m.role == "user"
-        else Message(m.role, f"<think>\n{m.reasoning}\n</think>\n\n{m.content}")
-        for m in TWICE
-    ]
-    return both, [Message(m.role, m.content.removeprefix("<think>\n")) for m in both]
+SHORT = [Message(m.role, m.content.removeprefix("<think>\n")) for m in WRITTEN]
 
 
-@pytest.mark.parametrize(
-    ("template", "source"),
-    [
-        ("auto", QWEN35),
-        ("auto", QWEN3),
-        ("qwen3", None),
-        ("qwen3_5", None),
-        ("chatml", None),
-        ("auto", MARKED),
-    ],
-)
+OPENED = [*(("auto", source) for source in (QWEN35, QWEN3, MARKED))]
+OPENED += [(name, None) for name in ("qwen3", "qwen3_5", "chatml")]
+
+
+@pytest.mark.parametrize(("template", "source"), OPENED)
 def test_a_response_with_the_closing_word_alone_is_one_with_both(template, source):
     made = codec(template, source)
-    both, short = alone(source)
-    assert shown(made, short) == shown(made, both)
-    assert made.encode_prompt(short[:3]) == made.encode_prompt(both[:3])
-    assert "<think>\nHm.\n</think>" in shown(made, short)[0].replace("⟦", "")
+    assert shown(made, SHORT) == shown(made, WRITTEN)
+    assert made.encode_prompt(SHORT[:3]) == made.encode_prompt(WRITTEN[:3])
+    assert "<think>\nHm.\n</think>" in shown(made, SHORT)[0].replace("⟦", "")
 
 
 @pytest.mark.parametrize("source", [None, QWEN35])
 def test_without_thinking_a_thought_without_its_opening_word_is_removed(source):
     made = codec(source=source, enable_thinking=False)
-    _, short = alone(source)
-    assert shown(made, short) == shown(made, [Message(m.role, m.content) for m in TWICE])
+    assert shown(made, SHORT) == shown(made, [Message(m.role, m.content) for m in TWICE])
 
 
 def test_a_response_that_only_closes_a_thought_has_none():

@@ -107,19 +107,7 @@ def test_a_tokenizer_that_knows_no_other_spelling_says_so():
 BYTES = ("gpt2", "qwen", "llama3")  # the kinds that lose nothing
 CONTROL = {"<|im_start|>", "<|im_end|>", "</s>"}
 WORDS = ["<|im_start|>", "<|im_end|>", "</s>", "<s>", "user\n", "assistant\n", "\n", "\n\n", " "]
-WORDS += [
-    "Paris.",
-    " the",
-    "é",
-    "e\u0301",
-    "\u0301",
-    "你好",
-    "🙂",
-    "<|im_",
-    "start|>",
-    "12345",
-    "<",
-]
+WORDS += ["Paris.", " the", "é", "e\u0301", "\u0301", "你好", "🙂", "<|im_", "start|>", "12345"]
 WORDS += ["<", ">", "x"]
 PIECES = st.lists(st.one_of(st.sampled_from(WORDS), st.text(max_size=4)), max_size=14).map("".join)
 

@@ -71,25 +71,14 @@ def test_the_shares_of_replicas_together_are_the_whole(sample):
     network = model()
     section = GenerateSection(max_new_tokens=6, batch_size=2, do_sample=sample)
     asked = {"stop_token_ids": [], "seed": 3}
+    assert answer(network, [], section, **asked) == []
     whole, counts = answer(network, PROMPTS, section, **asked), []
-    shares = [
-        answer(
-            network,
-            PROMPTS,
-            section,
-            **asked,
-            share=generation.ReplicaShare(i, 2),
-            on_answered=counts.append,
-        )
-        for i in range(2)
-    ]
+    asked["on_answered"] = counts.append
+    each = [generation.ReplicaShare(i, 2) for i in range(2)]
+    shares = [answer(network, PROMPTS, section, **asked, share=share) for share in each]
     assert [a or b for a, b in zip(*shares, strict=True)] == whole
     assert [bool(a) ^ bool(b) for a, b in zip(*shares, strict=True)] == [True] * len(PROMPTS)
     assert sum(counts) == 2 * len(PROMPTS)
-
-
-def test_no_prompt_needs_no_answer():
-    assert answer(model(), [], GenerateSection(), stop_token_ids=[2]) == []
 
 
 def test_the_context_window_bounds_every_answer_by_itself():
@@ -116,13 +105,6 @@ def test_sampling_repeats_by_its_seed_and_leaves_torch_alone():
     assert first == second != sample(2)
 
 
-def test_one_most_probable_token_is_greedy():
-    network = model()
-    section = GenerateSection(max_new_tokens=6, do_sample=True, top_k=1, temperature=5.0)
-    found = answer(network, PROMPTS, section, stop_token_ids=[], seed=0)
-    assert found == [by_hand(network, prompt, 6) for prompt in PROMPTS]
-
-
 def test_the_models_own_generation_config_changes_nothing_and_is_kept():
     network = model()
     own = network.generation_config
@@ -131,15 +113,6 @@ def test_the_models_own_generation_config_changes_nothing_and_is_kept():
     found = answer(network, PROMPTS, section, stop_token_ids=[])
     assert found == [by_hand(network, prompt, 6) for prompt in PROMPTS]
     assert network.generation_config is own
-
-
-def test_a_repetition_penalty_is_the_same_in_a_batch_and_alone():
-    network = model()
-    section = GenerateSection(max_new_tokens=8, repetition_penalty=1.5)
-    together = answer(network, PROMPTS, section, stop_token_ids=[])
-    alone = [answer(network, [p], section, stop_token_ids=[])[0] for p in PROMPTS]
-    assert together == alone
-    assert all(len(set(ids)) > 1 for ids in together)
 
 
 def test_an_adapter_answers_with_its_own_weights():
@@ -156,36 +129,21 @@ def test_an_adapter_answers_with_its_own_weights():
         assert found != answer(network, PROMPTS, section, stop_token_ids=[])
 
 
-def test_a_stream_shows_the_answer_token_by_token():
-    network = model()
-    expected = by_hand(network, PROMPTS[0], 8)
-    pieces = []
-    found = generation.stream(
-        network,
-        PROMPTS[0],
-        GenerateSection(max_new_tokens=8),
-        stop_token_ids=[],
-        decode=decode,
-        on_text=pieces.append,
-    )
-    assert list(found.ids) == expected
-    assert pieces == [f"<{i}>" for i in expected]
+def streamed(network, prompt, stops=()):
+    """The sample of a stream, and the pieces that were shown."""
+    told, pieces = {"stop_token_ids": stops, "decode": decode}, []
+    section = GenerateSection(max_new_tokens=8)
+    return generation.stream(network, prompt, section, on_text=pieces.append, **told), pieces
 
 
-def test_a_stream_never_shows_the_stop_token():
+def test_a_stream_shows_the_answer_token_by_token_but_never_the_stop_token():
     network = model()
     free = by_hand(network, PROMPTS[0], 8)
-    stop = free[-1]
-    pieces = []
-    found = generation.stream(
-        network,
-        PROMPTS[0],
-        GenerateSection(max_new_tokens=8),
-        stop_token_ids=[stop],
-        decode=decode,
-        on_text=pieces.append,
-    )
-    assert list(found.text_ids) == free[: free.index(stop)]
+    found, pieces = streamed(network, PROMPTS[0])
+    assert list(found.ids) == free
+    assert pieces == [f"<{i}>" for i in free]
+    found, pieces = streamed(network, PROMPTS[0], [free[-1]])
+    assert list(found.text_ids) == free[: free.index(free[-1])]
     assert "".join(pieces) == decode(found.text_ids)
 
 
@@ -196,23 +154,13 @@ def test_a_stream_can_be_broken_off_and_the_model_answers_again():
     def interrupt(text):
         raise KeyboardInterrupt
 
+    told = {"stop_token_ids": [], "decode": decode, "on_text": interrupt}
     with pytest.raises(KeyboardInterrupt):
-        generation.stream(
-            network, PROMPTS[0], section, stop_token_ids=[], decode=decode, on_text=interrupt
-        )
+        generation.stream(network, PROMPTS[0], section, **told)
     found = answer(network, PROMPTS, section, stop_token_ids=[])
     assert found == [by_hand(network, prompt, 8) for prompt in PROMPTS]
 
 
 def test_a_stream_with_no_room_left_is_silent():
-    network = model(max_position_embeddings=4)
-    pieces = []
-    found = generation.stream(
-        network,
-        [5, 5, 5, 5],
-        GenerateSection(),
-        stop_token_ids=[],
-        decode=decode,
-        on_text=pieces.append,
-    )
+    found, pieces = streamed(model(max_position_embeddings=4), [5, 5, 5, 5])
     assert (found.ids, found.finish_reason, pieces) == ((), "context", [])

@@ -51,9 +51,19 @@ def test_what_fits_is_let_through(project, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_heads_that_ranks_cannot_share_are_refused(project, tmp_path):
-    with pytest.raises(RecipeError, match=r"parallel.tp: 3 ranks cannot share the 4 attention he"):
-        checked(project, tmp_path, parallel={"tp": 3})
+INTERLEAVED = {"pp": 2, "pp_schedule": "interleaved"}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "words"),
+    [
+        ({"tp": 3}, r"parallel.tp: 3 ranks cannot share the 4 attention he"),
+        (INTERLEAVED, r"parallel.pp: 4 pipeline stages need as many layers"),
+    ],
+)
+def test_heads_or_layers_that_ranks_cannot_share_are_refused(project, tmp_path, parallel, words):
+    with pytest.raises(RecipeError, match=words):
+        checked(project, tmp_path, parallel=parallel)
 
 
 def test_a_weight_that_is_read_past_its_layer_is_refused():
@@ -62,15 +72,13 @@ def test_a_weight_that_is_read_past_its_layer_is_refused():
     refuse_read_weights(architectures.build("llama"))
 
 
-def test_more_pipeline_stages_than_layers_are_refused(project, tmp_path):
-    four = {"pp": 2, "pp_schedule": "interleaved"}
-    with pytest.raises(RecipeError, match=r"parallel.pp: 4 pipeline stages need as many layers"):
-        checked(project, tmp_path, parallel=four)
+@pytest.fixture
+def nothing_is_encoded(monkeypatch):
+    monkeypatch.setattr("surefoot.run._data_loading.open_data", lambda *_: pytest.fail("encoded"))
 
 
 @pytest.mark.parametrize("act", [build, partial(measure, steps=1)])
-def test_building_and_benching_refuse_before_any_data_is_encoded(project, monkeypatch, act):
-    monkeypatch.setattr("surefoot.run._data_loading.open_data", lambda *_: pytest.fail("encoded"))
+def test_building_and_benching_refuse_before_any_data_is_encoded(project, nothing_is_encoded, act):
     recipe = load(project, {"model.attention": "flash_attention_2"})
     with pytest.raises(ModelError, match="flash_attention_2 needs a GPU"):
         act(recipe)
@@ -100,9 +108,8 @@ def with_more_tokens(folder):
     ],
 )
 def test_what_is_wrong_with_the_files_is_said_before_any_row_is_encoded(
-    damage, words, project, tmp_path, monkeypatch
+    damage, words, project, tmp_path, nothing_is_encoded
 ):
-    monkeypatch.setattr("surefoot.run._data_loading.open_data", lambda *_: pytest.fail("encoded"))
     shutil.copytree(project.parent / "model", tmp_path / "model")
     damage(tmp_path / "model")
     more = {"model.path": str(tmp_path / "model"), "train.output_dir": str(tmp_path / "run")}
@@ -111,9 +118,8 @@ def test_what_is_wrong_with_the_files_is_said_before_any_row_is_encoded(
 
 
 def test_the_files_of_a_reference_and_of_an_adapter_are_looked_at_too(
-    project, tmp_path, monkeypatch
+    project, tmp_path, nothing_is_encoded
 ):
-    monkeypatch.setattr("surefoot.run._data_loading.open_data", lambda *_: pytest.fail("encoded"))
     base = project.parent / "model"
     shutil.copytree(base, tmp_path / "reference")
     truncated(tmp_path / "reference")
@@ -164,8 +170,8 @@ def test_a_missing_package_is_refused(project, tmp_path, monkeypatch):
 
 def test_the_size_of_a_checkpoint_is_what_it_will_take(project, tmp_path):
     for method in ("full", "lora"):
-        run = tmp_path / method
-        surefoot.train(project, method=method, train={"output_dir": str(run), "max_steps": 1})
+        run, short = tmp_path / method, {"max_steps": 1, "eval_steps": None}
+        surefoot.train(project, method=method, train={"output_dir": str(run), **short})
         files = ["model", "adapter_model", "optimizer"]
         paths = [run / "checkpoint-1" / f"{name}.safetensors" for name in files]
         taken = sum(path.stat().st_size for path in paths if path.exists())
@@ -186,8 +192,5 @@ def test_nothing_is_encoded_or_written_if_the_disk_or_a_target_is_wrong(
     with pytest.raises(RunError, match=r"one checkpoint takes .* MiB, and the disk of"):
         surefoot.train(project, **more)
     assert not cache.exists()
-    assert {path.name for path in (tmp_path / "run").iterdir()} <= {
-        ".lock",
-        ".heartbeat.json",
-        "launches.jsonl",
-    }
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names <= {".lock", ".heartbeat.json", "launches.jsonl"}

@@ -51,15 +51,9 @@ def test_matrices_are_updated_as_by_torch_and_the_rest_by_adamw(scale, nesterov,
     shapes = {"wide": (6, 20), "tall": (20, 6), "norm": (20,), "embed": (30, 6)}
     ours, theirs = parameters(**shapes), parameters(**shapes)
     layouts = {"wide": ParameterKind(is_matrix=True), "tall": ParameterKind(is_matrix=True)}
-    optim = Muon(
-        learning_rate=0.02,
-        weight_decay=0.1,
-        momentum=0.9,
-        nesterov=nesterov,
-        lr_scale=scale,
-        adamw_learning_rate=3e-3,
-        adamw_beta2=0.95,
-    )
+    ways = {"momentum": 0.9, "nesterov": nesterov, "lr_scale": scale}
+    others = {"adamw_learning_rate": 3e-3, "adamw_beta2": 0.95}
+    optim = Muon(learning_rate=0.02, weight_decay=0.1, **ways, **others)
     train([TrainedParameters(optim, ours, layouts=layouts).optimizer], ours)
     matrices, others = ([theirs[n] for n in names] for names in (("wide", "tall"), ("embed",)))
     usual = {"lr": 3e-3, "betas": (0.9, 0.95)}
@@ -133,10 +127,8 @@ def test_only_matrices_inside_layers_are_muons():
         *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     }
     found = layouts(tiny.model("qwen3_moe"))
-    assert {n.split("mlp.")[-1] for n, one in found.items() if "mlp" in n and one.is_matrix} == {
-        "experts.gate_up_proj",
-        "experts.down_proj",
-    }
+    fused = {n.split("mlp.")[-1] for n, one in found.items() if "mlp" in n and one.is_matrix}
+    assert fused == {"experts.gate_up_proj", "experts.down_proj"}
     assert found["model.layers.0.mlp.experts.gate_up_proj"].parts == (24, 24)
     assert found["model.layers.0.self_attn.q_proj.weight"].head_size == 8
     found = layouts(LoRA(modules_to_save=("lm_head",)).apply(tiny.model()))
@@ -163,14 +155,8 @@ USUAL = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "num_atte
 SHORT = {"vocab_size": 20, "n_embd": 16, "n_layer": 1, "n_head": 4}
 ONE = {"num_hidden_layers": 1}
 LINEAR = {"layer_types": ["linear_attention"], **ONE, "head_dim": 4}
-GATED = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 4,
-    "linear_value_head_dim": 8,
-    **LINEAR,
-    "num_key_value_heads": 2,
-}
+GATED = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 4}
+GATED |= {"linear_value_head_dim": 8, **LINEAR, "num_key_value_heads": 2}
 FUSED = [
     ("gpt_neox", {**USUAL, **ONE}),
     ("bloom", {"vocab_size": 20, "hidden_size": 16, "n_layer": 1, "n_head": 4}),

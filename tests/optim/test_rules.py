@@ -149,16 +149,8 @@ def test_galore_is_adam_in_the_space_of_singular_vectors():
 
 @pytest.mark.parametrize("scaling", ["channel", "tensor"])
 def test_apollo_scales_the_gradient_as_adam_scales_its_projection(scaling):
-    optim = Apollo(
-        learning_rate=0.01,
-        weight_decay=0.3,
-        beta1=0.8,
-        beta2=0.95,
-        rank=2,
-        update_gap=4,
-        scaling=scaling,
-        scale=4.0,
-    )
+    usual = {"learning_rate": 0.01, "weight_decay": 0.3, "beta1": 0.8, "beta2": 0.95}
+    optim = Apollo(**usual, rank=2, update_gap=4, scaling=scaling, scale=4.0)
     drawn = {}
 
     def projector(update):
@@ -380,6 +372,9 @@ def test_codes_refuse_shards_of_columns(made):
         (lambda: GaLore(update_gap=0), "update_gap must be at least 1"),
         (lambda: GaLore(scale=0.0), "scale must be positive"),
         (lambda: AdamMini(weight_decay=-1.0), "weight_decay must not be negative"),
+        (lambda: AdamW(learning_rate=0.0), "learning_rate"),
+        (lambda: AdamW(warmup_ratio=1.5), "warmup_ratio"),
+        (lambda: AdamW(epsilon=0.0), "epsilon"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(made, message):

@@ -303,57 +303,62 @@ def test_another_variant_is_one_change():
     assert changes(small(method="lora"), small()) == [RecipeChange("method", "lora", "full")]
 
 
-def test_evaluating_needs_data():
-    for asked in ({"eval_steps": 5}, {"eval_minutes": 1}, {"eval_epoch": True}):
-        (name,) = asked
-        assert refused_data(train={"output_dir": "x", **asked}) == [
-            f"train.{name}: nothing to evaluate on; set data.val_size or data.eval_datasets"
-        ]
-    small(data={"datasets": "d", "val_size": 0.1}, train={"output_dir": "x", "eval_steps": 5})
+NO_DATA = "nothing to evaluate on; set data.val_size or data.eval_datasets"
+NO_EVALUATIONS = "needs evaluations; set train.eval_steps, eval_minutes or eval_epoch"
+NO_TURNS = "has no effect with stage pt, which trains on whole texts"
+NOT_ROUNDED = "optim.adamw.bf16_weights: has no effect unless model.dtype is bfloat16"
+HELD_OUT = {"data.val_size": 0.1}
+MASTER = {"optim.adamw.bf16_weights": "master"}
+BROKEN = {  # settings, the problems that they have, and settings without which they have them
+    "evaluation by steps": ({"train.eval_steps": 5}, [f"train.eval_steps: {NO_DATA}"], HELD_OUT),
+    "by minutes": ({"train.eval_minutes": 1}, [f"train.eval_minutes: {NO_DATA}"], HELD_OUT),
+    "by epochs": ({"train.eval_epoch": True}, [f"train.eval_epoch: {NO_DATA}"], HELD_OUT),
+    "best and early": (
+        {"train.load_best_model_at_end": True, "train.early_stopping_patience": 3},
+        [
+            f"train.load_best_model_at_end: {NO_EVALUATIONS}",
+            f"train.early_stopping_patience: {NO_EVALUATIONS}",
+        ],
+        {"train.eval_epoch": True, "data.eval_datasets": "e"},
+    ),
+    "a metric of training": (
+        {"train.eval_steps": 5, "train.metric_for_best_model": "loss", "data.val_size": 2},
+        [
+            "train.metric_for_best_model: expected a metric of evaluations such as eval_loss, "
+            "got 'loss'"
+        ],
+        {"train.metric_for_best_model": "eval_token_accuracy"},
+    ),
+    "an adapter": (
+        {"model.adapter": "a"},
+        [
+            "model.adapter: method full does not train adapters; use method: lora, or merge it "
+            "into the model first with `surefoot export`"
+        ],
+        {"method": "lora"},
+    ),
+    "rolling back": (
+        {"train.on_nan": "rollback", "checkpoint.save_steps": None},
+        ["train.on_nan: rollback needs checkpoints; set checkpoint.save_steps"],
+        {"checkpoint.save_steps": 3},
+    ),
+    "plain text": (
+        {"stage": "pt", "data.mask_history": True, "data.default_system": "Be brief."},
+        [f"data.mask_history: {NO_TURNS}", f"data.default_system: {NO_TURNS}"],
+        {"stage": "sft"},
+    ),
+    "rounding": (MASTER, [NOT_ROUNDED], {"model.dtype": "bfloat16"}),
+    "float32": ({**MASTER, "model.dtype": "float32"}, [NOT_ROUNDED], {"model.dtype": "bfloat16"}),
+}
 
 
-def test_the_best_checkpoint_and_early_stopping_need_evaluations():
-    train = {"output_dir": "x", "load_best_model_at_end": True, "early_stopping_patience": 3}
-    assert refused_data(train=train) == [
-        f"train.{name}: needs evaluations; set train.eval_steps, eval_minutes or eval_epoch"
-        for name in ("load_best_model_at_end", "early_stopping_patience")
-    ]
-    small(train={**train, "eval_epoch": True}, data={"datasets": "d", "eval_datasets": "e"})
-
-
-def test_the_best_is_known_by_an_evaluation_metric():
-    train = {"output_dir": "x", "eval_steps": 5, "metric_for_best_model": "loss"}
-    data = {"datasets": "d", "val_size": 2}
-    assert refused_data(train=train, data=data) == [
-        "train.metric_for_best_model: expected a metric of evaluations such as eval_loss, "
-        "got 'loss'"
-    ]
-    small(train={**train, "metric_for_best_model": "eval_token_accuracy"}, data=data)
-
-
-def test_an_adapter_needs_lora():
-    model = {"path": "m", "adapter": "a"}
-    (problem,) = refused_data(model=model)
-    assert problem.startswith("model.adapter: method full does not train adapters")
-    assert "method: lora" in problem
-    small(model=model, method="lora")
-
-
-def test_rolling_back_needs_checkpoints():
-    train = {"output_dir": "x", "on_nan": "rollback"}
-    assert refused_data(train=train, checkpoint={"save_steps": None}) == [
-        "train.on_nan: rollback needs checkpoints; set checkpoint.save_steps"
-    ]
-    small(train=train)
-
-
-def test_plain_text_has_no_turns():
-    data = {"datasets": "d", "mask_history": True, "default_system": "Be brief."}
-    assert refused_data(stage="pt", data=data) == [
-        "data.mask_history: has no effect with stage pt, which trains on whole texts",
-        "data.default_system: has no effect with stage pt, which trains on whole texts",
-    ]
-    small(data=data)
+@pytest.mark.parametrize(("settings", "problems", "cure"), BROKEN.values(), ids=BROKEN)
+def test_settings_that_need_others_are_refused_without_them(settings, problems, cure):
+    with pytest.raises(RecipeError) as caught:
+        read(SMALL, settings)
+    told = [line.partition(": ")[2] for line in str(caught.value).splitlines()]
+    assert told == problems
+    read(SMALL, {**settings, **cure})
 
 
 def test_trained_weights_cannot_be_float16():
@@ -361,15 +366,6 @@ def test_trained_weights_cannot_be_float16():
     (problem,) = refused_data(model=model)
     assert problem.startswith("model.dtype: trainable weights cannot be float16")
     small(model=model, method="lora")
-
-
-def test_only_bfloat16_weights_are_rounded():
-    optim = {"adamw": {"bf16_weights": "master"}}
-    for model in ({"path": "m"}, {"path": "m", "dtype": "float32"}):
-        (problem,) = refused_data(model=model, optim=optim)
-        expected = "optim.adamw.bf16_weights: has no effect unless model.dtype is bfloat16"
-        assert problem == expected
-    small(model={"path": "m", "dtype": "bfloat16"}, optim=optim)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

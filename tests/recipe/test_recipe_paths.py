@@ -16,34 +16,23 @@ def base(tmp_path, monkeypatch):
     return tmp_path / "recipes"
 
 
-def test_a_folder_beside_the_recipe_comes_first(base):
-    assert locate(Path("data"), base) == base / "data"
-    assert locate(Path("../recipes/only"), base) == base / "only"
-
-
-def test_then_comes_the_current_folder(base):
-    assert locate(Path("models/base"), base) == base.parent / "here/models/base"
-
-
-def test_what_is_nowhere_is_meant_beside_the_recipe(base):
-    assert locate(Path("missing"), base) == base / "missing"
-
-
-def test_an_absolute_path_stays(base):
-    assert locate(base.parent / "x", base) == base.parent / "x"
-
-
-def test_the_home_folder_is_known(base, monkeypatch):
+@pytest.mark.parametrize(
+    ("path", "beside", "found"),
+    [
+        ("data", "recipes", "recipes/data"),  # beside the recipe first
+        ("../recipes/only", "recipes", "recipes/only"),
+        ("models/base", "recipes", "here/models/base"),  # then the current folder
+        ("missing", "recipes", "recipes/missing"),
+        ("newest", "recipes", "recipes/newest"),  # a link keeps its name
+        ("~/data", "/", "recipes/data"),
+        ("base", "here/models", "here/models/base"),
+    ],
+)
+def test_a_path_is_beside_the_recipe_or_here(base, path, beside, found, monkeypatch):
     monkeypatch.setenv("HOME", str(base))
-    assert locate(Path("~/data"), Path("/")) == base / "data"
-
-
-def test_a_link_keeps_its_name(base):
     (base / "newest").symlink_to(base / "data")
-    assert locate(Path("newest"), base) == base / "newest"
-
-
-def test_a_relative_base_is_in_the_current_folder(base):
+    assert locate(Path(path), base.parent / beside) == base.parent / found
+    assert locate(base.parent / "x", base) == base.parent / "x"
     assert locate(Path("base"), Path("models")) == base.parent / "here/models/base"
 
 

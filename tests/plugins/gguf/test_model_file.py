@@ -12,8 +12,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -41,7 +39,7 @@ TEXTS = [
     "I'll  'RE x+1",
 ]
 IDS = torch.arange(40, 90)[None]
-tiny.MORE["gemma3"] = (Gemma3TextConfig, Gemma3ForCausalLM, {})
+tiny.MORE["gemma3"] = {"model_type": "gemma3_text"}
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*(Token|torch_dtype|deprecated).*"),
 ]
