@@ -12,6 +12,12 @@ from surefoot.use.bench import PHASES
 _, ok, refused = commands.of("bench", "--steps", "1")
 
 
+@pytest.fixture(autouse=True)
+def _one_product(monkeypatch):
+    """Of matrices, for the speed that this processor could reach; else it takes half a second."""
+    monkeypatch.setattr("surefoot.use.bench._SECONDS", 0)
+
+
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
     size = {"global_batch_size": 2, "micro_batch_size": 2}

@@ -13,6 +13,8 @@ from surefoot.cli import env as env
 from surefoot.cli.main import main
 from surefoot.run.policy import used_here
 
+TORCH = env.TORCH
+
 
 @pytest.fixture
 def few(monkeypatch):
@@ -20,13 +22,15 @@ def few(monkeypatch):
     monkeypatch.setattr(env, "PACKAGES", {"xxhash": "xxhash.no_such_part", "click": "click"})
     monkeypatch.setattr(env, "OPTIONAL", {"no-such-package": "no_such_package"})
     monkeypatch.setattr(env, "CHOICES", "found = {'packed attention': 'sdpa'}")
+    monkeypatch.setattr(env, "TORCH", "found = {}")
 
 
 def run(*args):
     return CliRunner().invoke(main, ["env", *args])
 
 
-def test_env_tells_versions_devices_memory_and_disk(few):
+def test_env_tells_versions_devices_memory_and_disk(few, monkeypatch):
+    monkeypatch.setattr(env, "TORCH", TORCH)
     result = run()
     assert result.exit_code == 0
     assert __version__ in result.stdout

@@ -126,10 +126,11 @@ def test_a_time_is_told_in_two_units(seconds, text):
 
 def test_settings_are_chosen_for_a_memory(recipe):
     asked = ["--memory", "0.6GB", "--device", "gpu", "train.micro_batch_size=8"]
+    alone = ["train.global_batch_size=1", "train.micro_batch_size=1"]  # a dry run a policy
     shown = ok(recipe, *asked)
     assert "fits in memory: model.gradient_checkpointing=none train.micro_batch_size=8" in shown
     assert "of 600 MB" in shown
-    message = refused(recipe, "--memory", "501 MB", "--device", "gpu")
+    message = refused(recipe, "--memory", "501 MB", "--device", "gpu", *alone)
     assert "not even one example per micro-batch fits in 501 MB" in message
 
 

@@ -5,6 +5,7 @@ import shlex
 
 import pytest
 
+from commands import refused, run
 from project import Project, start, surefoot
 
 
@@ -44,15 +45,12 @@ def test_a_run_that_skipped_steps_says_so_and_ends_with_3(tmp_path):
         optim={"adamw": {"learning_rate": 1e30, "schedule": "constant"}},
     )
     for launch in range(2):  # the second one finds it complete
-        code, _, err = surefoot("train", project.recipe)
-        assert code == 3, err
-        assert "5 steps or batches whose loss or gradient was NaN or infinite" in err
-        assert err.count("the update is skipped") == (0 if launch else 5)
-    code, _, err = surefoot(
-        "train", project.recipe, f"train.output_dir={tmp_path / 'b'}", "train.max_skipped_steps=2"
-    )
-    assert code == 2
-    assert "raise train.max_skipped_steps" in err
+        done = run("train", project.recipe)
+        assert done.exit_code == 3, done.output
+        assert "5 steps or batches whose loss or gradient was NaN or infinite" in done.stderr
+        assert done.stderr.count("the update is skipped") == (0 if launch else 5)
+    again = ("train", project.recipe, f"train.output_dir={tmp_path / 'b'}")
+    assert "raise train.max_skipped_steps" in refused(*again, "train.max_skipped_steps=2")
 
 
 def test_two_ranks_speak_once(tmp_path):

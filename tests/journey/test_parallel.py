@@ -9,7 +9,6 @@ import time
 
 import pytest
 import torch
-from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from project import Project, checkpoints, losses, start, surefoot
@@ -68,19 +67,6 @@ def test_two_processes_learn_what_one_learns_and_one_goes_on_from_them(one, tmp_
     for step, loss in theirs.items():
         assert ours[step] == pytest.approx(loss, abs=CLOSE)
     assert_close(weights(checkpoints(project.run)[-1]), weights(checkpoints(one.run)[-1]))
-
-
-@pytest.mark.proof
-def test_two_that_share_every_matrix_learn_what_one_learns_and_one_goes_on(one, tmp_path):
-    project = Project(tmp_path, optim=OPTIM, train={"max_steps": 8})
-    train(project, *processes(2, tp=2), "train.max_steps=6")
-    saved = checkpoints(project.run)[-1]
-    assert verify(saved, full=True).ok
-    train(project, *processes(1))
-    ours, theirs = losses(project.run), losses(one.run)
-    assert ours.keys() == theirs.keys()
-    for step, loss in theirs.items():
-        assert ours[step] == pytest.approx(loss, abs=CLOSE)
 
 
 def test_two_that_share_the_layers_learn_and_measure_what_one_does_and_one_goes_on(tmp_path):
@@ -149,19 +135,6 @@ def test_sigterm_to_the_launcher_saves_the_step(tmp_path):
     (saved,) = checkpoints(project.run)
     assert verify(saved, full=True).ok
     assert int(saved.name.split("-")[1]) == max(losses(project.run))
-
-
-@pytest.mark.proof
-def test_an_adapter_trained_by_two_opens_with_peft(tmp_path):
-    method = {"lora": {"rank": 2, "dropout": 0.0}}
-    project = Project(tmp_path, method=method, train={"max_steps": 4})
-    alone = Project(tmp_path / "alone", method=method, train={"max_steps": 4})
-    train(project, *processes(2))
-    train(alone)
-    saved = checkpoints(project.run)[-1]
-    assert_close(weights(saved), weights(checkpoints(alone.run)[-1]))
-    base = AutoModelForCausalLM.from_pretrained(project.folder / "model")
-    assert PeftModel.from_pretrained(base, saved).peft_config["default"].r == 2
 
 
 def test_without_batch_sizes_three_ranks_are_given_some_that_divide(tmp_path):

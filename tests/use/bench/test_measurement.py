@@ -14,6 +14,12 @@ from surefoot.use import bench
 from surefoot.use.bench import ENOUGH, PHASES, Meter, measure
 
 
+@pytest.fixture(autouse=True)
+def _one_product(monkeypatch):
+    """Of matrices, for the speed that this processor could reach; else it takes half a second."""
+    monkeypatch.setattr("surefoot.use.bench._SECONDS", 0)
+
+
 @pytest.fixture
 def project(tmp_path):
     return Project(tmp_path / "p", train={"max_steps": 3}, method={"lora": {"rank": 2}})
