@@ -21,8 +21,8 @@ from surefoot.data.rows.catalog import Catalog
 from surefoot.recipe.recipe import load
 from surefoot.storage import child
 
-FEW = ["train.max_steps=6", "train.eval_steps=3", "checkpoint.save_steps=2", "data.max_samples=40"]
-SHORTER = {"train": FEW, "preview": ["data.max_samples=40"], "eval": ["--limit", "4"]}
+FEW = ["train.max_steps=4", "train.eval_steps=2", "checkpoint.save_steps=2", "data.max_samples=24"]
+SHORTER = {"train": FEW, "preview": ["data.max_samples=24"], "eval": ["--limit", "2"]}
 SHORTER["bench"] = ["--steps", "2"]
 ONCE = {"make", "pip", "source"}  # how a reader got here, and CI as well
 MAKES_THE_DEMO = ["surefoot", "demo"]  # what `make demo` runs

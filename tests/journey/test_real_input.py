@@ -40,28 +40,28 @@ def test_training_on_real_input(stage, dataset, method, shared, tmp_path):
             "data": {
                 "dataset_dir": str(shared / "data"),
                 "datasets": [dataset],
-                "cutoff_len": 256,
-                "max_samples": 120,
-                "val_size": 12,
+                "cutoff_len": 192,
+                "max_samples": 60,
+                "val_size": 6,
                 **DATA[dataset],
             },
             "method": METHODS[method],
             "stage": stage,
             "train": {
                 "output_dir": str(run),
-                "max_steps": 24,
+                "max_steps": 16,
                 "global_batch_size": 8,
                 "log_steps": 4,
-                "eval_steps": 12,
+                "eval_steps": 8,
             },
             "optim": {"adamw": {"learning_rate": learning_rate, "warmup_steps": 3}},
-            "checkpoint": {"save_steps": 12},
+            "checkpoint": {"save_steps": 8},
         }
     )
     course = list(losses(run).values())
     assert all(map(math.isfinite, course))
     assert course[-1] < course[0] - 0.2
-    newest = run / "checkpoint-24"
+    newest = run / "checkpoint-16"
     opened = opens_everywhere(newest, model, is_adapter=method == "lora")
     tokenizer = AutoTokenizer.from_pretrained(newest)
     ids = tokenizer("Once upon a time", return_tensors="pt").input_ids

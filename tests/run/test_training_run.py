@@ -111,30 +111,33 @@ def test_recomputing_activations_changes_no_loss(tmp_path):
         assert second == pytest.approx(first, rel=1e-6)
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_attention_kernels_agree(attention, tmp_path):
-    project = Project(tmp_path, train=SHORT)
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A run of a few steps as the recipe says."""
+    project = Project(tmp_path_factory.mktemp("plain"), train=SHORT)
     surefoot.train(project.recipe)
-    run = str(tmp_path / attention)
-    surefoot.train(project.recipe, model={"attention": attention}, train={"output_dir": run})
-    assert losses(tmp_path / attention) == pytest.approx(losses(project.run), rel=1e-4)
+    return project
 
 
-def test_a_run_keeps_the_attention_of_its_packed_rows(tmp_path):
-    project = Project(tmp_path, train={"max_steps": 3})
-    surefoot.train(project.recipe)
-    newest = tmp_path / "run" / "checkpoint-3"
-    assert build(load(project.recipe), resume=newest).state.kernels.packed_attention == "sdpa"
-    chosen = load(project.recipe, {"model.attention": "eager"})
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model": {"attention": "eager"}},
+        {"model": {"attention": "sdpa"}},
+        {"data": {"packing": False}},
+    ],
+    ids=["eager", "sdpa", "padded"],
+)
+def test_attention_kernels_and_padded_rows_give_the_same_losses(other, plain, tmp_path):
+    surefoot.train(plain.recipe, **other, **{"train.output_dir": str(tmp_path)})
+    assert losses(tmp_path) == pytest.approx(losses(plain.run), rel=1e-4)
+
+
+def test_a_run_keeps_the_attention_of_its_packed_rows(plain):
+    newest = plain.run / "checkpoint-3"
+    assert build(load(plain.recipe), resume=newest).state.kernels.packed_attention == "sdpa"
+    chosen = load(plain.recipe, {"model.attention": "eager"})
     assert build(chosen).state.kernels.packed_attention is None
-
-
-def test_packed_and_padded_rows_give_the_same_losses(tmp_path):
-    project = Project(tmp_path, train=SHORT)
-    surefoot.train(project.recipe)
-    run = str(tmp_path / "padded")
-    surefoot.train(project.recipe, data={"packing": False}, train={"output_dir": run})
-    assert losses(tmp_path / "padded") == pytest.approx(losses(project.run), rel=1e-4)
 
 
 def test_new_tokens_need_embeddings_that_learn(tmp_path):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 UNSHOWN = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "sft_loss")
+# With the seven metrics of grpo, a terminal of 80 columns cut each of them short.
 MOST_COLUMNS = 5  # of metrics; with more, a row each
 
 
@@ -132,6 +133,8 @@ def _of_recipe(
 
     if options["model"] is None and is_checkpoint(recipe):
         options["model"] = str(recipe)
+    # What the recipe says under parallel was chosen for gradients and moments, three times the
+    # memory of answers and more (docs/decisions/0035): the command line says it anew.
     parallel, others = parallel_of(overrides)
     loaded = resolved_recipe(recipe, others)
     with loading():

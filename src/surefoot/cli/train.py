@@ -82,6 +82,8 @@ def train(recipe: str, overrides: tuple[str, ...], trust_pickle: bool) -> None:
         raise SystemExit(128 + outcome.signal)
     extras.after_run(loaded)
     if outcome.state.num_skipped:
+        # Neither a success that a script should build upon unread, nor an error that the same
+        # command would mend (docs/decisions/0043).
         raise SystemExit(SKIPPED_STEPS)
 
 

@@ -85,6 +85,8 @@ def stream_data(
     place, encoding = launched(), encoding_of(recipe, codec)
     if place is not None and place[2]:
         return open_stream(encoding, partial(time.sleep, POLL_SECONDS)), nullcontext()
+    # A process, no thread: rendering is Python, and would hold the interpreter while kernels are to
+    # be launched (docs/decisions/0033).
     beside = EncoderWorker(recipe, base)
     if len(recipe.data.datasets) > 1:
         logger.warning(

@@ -75,10 +75,9 @@ class LaunchRecord:
     def ended(self, state: TrainerState, signal: Signals | None) -> None:
         """Record that the launch has ended as it should, or because of ``signal``."""
         if self.callbacks:
-            is_cut_short = signal is not None and not state.is_complete
+            outcome = "complete" if signal is None or state.is_complete else "stopped"
             facts = {} if signal is None else {"signal": signal.name}
-            name = "stopped" if is_cut_short else "complete"
-            self._record(outcome=name, step=state.global_step, **facts)
+            self._record(outcome=outcome, step=state.global_step, **facts)
 
     @contextmanager
     def before_uploads(self) -> Iterator[None]:

@@ -101,6 +101,8 @@ def build(
     backward, auxiliary models compute nothing, and there are no callbacks except the given ones."""
     start = Start.of(resume, world) if isinstance(resume, Path) else resume
     use_deterministic_kernels(recipe.train.deterministic)
+    # The C library gave large blocks back to the system and took them again page by page: 300,000
+    # pages in eight steps of a small model.
     keep_freed_memory()
     code = code_of(recipe, parts)
     bases = find_bases(recipe, None if start is None or start.writer is not None else start.folder)
@@ -109,6 +111,7 @@ def build(
     recipe = replace(written, stage=parts.of(written.stage))
     codec = build_codec(recipe, base)
     if start is None:
+        # Truncated weights and tokens without embeddings were once found after hours of encoding.
         check_models(recipe, world, codec)
     seed_everything(recipe.train.seed)
     code |= bases.record() if trial is None and world.is_main else {}

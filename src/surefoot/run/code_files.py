@@ -42,11 +42,11 @@ def try_rewards(recipe: Recipe) -> None:
     Raises ``RunError``."""
     stage: Any = recipe.stage
     cls: type = type(stage)
-    fields = schema.settings(cls).items()
+    settings = schema.settings(cls)
     rewards = [
         reward.task
-        for name, field in fields
-        if field.variants is REWARDS
+        for name, setting in settings.items()
+        if setting.variants is REWARDS
         for reward in getattr(stage, name)
         if reward.task is not None
     ]
@@ -55,33 +55,38 @@ def try_rewards(recipe: Recipe) -> None:
         examples += islice(training_examples(recipe.data), 2) if rewards else ()
     if not examples:
         return
-    process, seconds = RewardProcess(), max(SECONDS, stage.reward_timeout)
     rows = [DatasetRow(example.columns, example.origin) for example in examples]
-    texts = _texts(rows, examples)
-    for name, _ in fields:
-        if isinstance(path := getattr(stage, name), FunctionPath):
-            events = [Event(n, rows[n], text, True) for n, text in enumerate(texts.completions)]
-            stepped(process, path, events, seconds)
-    for task in rewards:
-        computed(process, task, texts, seconds, stage.on_reward_error)
+    responses = _responses(examples)
+    # In a process of its own, which is ended when it is late: a reward that hangs would hang the
+    # run, and on several ranks the message would be the timeout of another one
+    # (docs/decisions/0052).
+    process, seconds = RewardProcess(), max(SECONDS, stage.reward_timeout)
+    for environment in (getattr(stage, name) for name in settings):
+        if isinstance(environment, FunctionPath):
+            events = [Event(n, rows[n], text, True) for n, text in enumerate(responses.completions)]
+            stepped(process, environment, events, seconds)
+    for reward in rewards:
+        computed(process, reward, responses, seconds, stage.on_reward_error)
     process.end()
 
 
-def _texts(rows: Sequence[DatasetRow], examples: Sequence[Example]) -> Texts:
-    """The responses of the rows, and what comes before each; there are no tokens yet."""
-    contents = [[message.content for message in example.messages] for example in examples]
-    is_answered = [
-        bool(example.messages) and example.messages[-1].role == "assistant" for example in examples
-    ]
-    pairs = list(zip(contents, is_answered, strict=True))
-    names = dict.fromkeys(name for row in rows for name in row.columns)
+def _responses(examples: Sequence[Example]) -> Texts:
+    """The last response of each example, or some text where it has none, as rewards read it; there
+    are no tokens yet."""
+    prompts, completions = list[str](), list[str]()
+    for example in examples:
+        contents = [message.content for message in example.messages]
+        has_response = bool(contents) and example.messages[-1].role == "assistant"
+        completions.append(contents.pop() if has_response else "A response.")
+        prompts.append("\n".join(contents))
+    columns = dict.fromkeys(name for example in examples for name in example.columns)
     return Texts(
-        ["\n".join(texts[:-1] if is_last else texts) for texts, is_last in pairs],
-        [texts[-1] if is_last else "A response." for texts, is_last in pairs],
-        [1 for _ in rows],
-        {name: [row.columns.get(name) for row in rows] for name in names},
-        [row.origin for row in rows],
-        [[0] for _ in rows],
+        prompts,
+        completions,
+        lengths=[1] * len(examples),
+        columns={name: [example.columns.get(name) for example in examples] for name in columns},
+        origins=[example.origin for example in examples],
+        ids=[[0]] * len(examples),
     )
 
 

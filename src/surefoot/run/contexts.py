@@ -86,6 +86,8 @@ def precompute(
             networks[role] = networks[POLICY] if auxiliary.model is None else open_model(role)
         columns.run(context_of(recipe, codec, networks, world, recipe.train.seed))
 
+    # A reference beside the policy is half as much memory again and a third more work a step, for
+    # numbers that never change (docs/decisions/0038).
     if all(auxiliary.model is not None for auxiliary in ahead.values()):
         run(None)
         ahead = {}

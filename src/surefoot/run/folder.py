@@ -120,6 +120,8 @@ def _must_be_shared(folder: Path, world: World) -> None:
     """All ranks must see each other's files: each writes its part of every checkpoint there."""
     if world.size == 1:
         return
+    # On machines without a common disk, the first save would wait ten minutes for the parts of the
+    # others, and fail.
     mark = folder / f".seen.{world.from_main(new_nonce())}"
     if world.is_main:
         with raising(RunError, f"train.output_dir: cannot write in {folder}"):

@@ -91,6 +91,8 @@ def detect_trainer(folder: Path, *, trust_pickle: bool, pp: int) -> ForeignTrain
 
 def refuse_output_dir(folder: Path) -> None:
     """Raise ``RunError`` if a new run's ``folder`` has checkpoints of another trainer."""
+    # The Hugging Face Trainer writes into checkpoint-N itself: such a folder may be half written
+    # and still parse, so it is taken only where its path is named (docs/decisions/0013).
     for path in reversed(named(folder)):
         if (writer := writer_of(path)) is not None:
             raise RunError(

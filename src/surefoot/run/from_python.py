@@ -77,6 +77,8 @@ class Given:
     def stored(self, recipe: Recipe) -> Recipe:
         """``recipe`` with the objects written into its folder. Raises ``SurefootError`` if they
         cannot be."""
+        # Into the folder, so that a resume, an evaluation and an adapter find them without the
+        # program; other objects are another run.
         rows = {TRAIN: self.train_dataset, EVAL: self.eval_dataset}
         datasets = {name: value for name, value in rows.items() if value is not None}
         if datasets:

@@ -62,6 +62,7 @@ class BaseModels:
     def record(self) -> dict[str, bytes]:
         """The file that records the models. Raises ``ModelError`` if one is not what the
         checkpoint was trained with."""
+        # Refused, not warned of: nobody reads the warning, and the run is a mixture of two bases.
         now = identify(self.models, self.recorded)
         for role, base in now.items():
             if role in self.recorded and (names := changed(self.recorded[role], base)):
@@ -105,6 +106,8 @@ def find_bases(recipe: Recipe, checkpoint: Path | None) -> BaseModels:
     """The models of ``recipe``; those of a hub at the commit with which the run of ``checkpoint``
     began. Raises ``ModelError`` if one does not exist."""
     recorded = {} if checkpoint is None else base_identity.read(checkpoint)
+    # A branch that has moved on the hub is no reason to refuse: the commit of the run still exists
+    # there (docs/decisions/0043).
     section = pinned(recipe.model, recorded.get(POLICY))
     if section != recipe.model:
         logger.info("model.path: %s at the commit of the run, %s", section.path, section.revision)
@@ -193,6 +196,10 @@ def open_networks(
             others[role] = policy.without_adapter()
             logger.info("%s: the base under the adapter, without a second model", role)
         elif auxiliary.model is None and not is_compared(recipe, role):
+            # Not a second network, nor the adapter switched off, which is wrong for one that goes
+            # on or that changes the base: the first values of what is trained, on the host, change
+            # places with the current ones. They are copied, so they are exact
+            # (docs/decisions/0052).
             others[role] = replace(policy, around=InitialValues(policy).in_place)
         else:
             others[role] = opened(role)

@@ -143,6 +143,8 @@ def settle_packing(recipe: Recipe, trainer: Trainer, policy: Network, *, is_resu
     kernels, inner, world = trainer.state.kernels, policy.inner, trainer.world
     if policy.awaits_values:
         policy.verify_packing()  # it has values only now
+    # By an order that is written down, never by timing: kernels add up in different orders, so two
+    # launches of one recipe differed with what else the machine did (docs/decisions/0041).
     is_free = recipe.model.attention == "auto" and world.pp == 1
     if is_free and inner.config._attn_implementation == f"{packed_attention.PREFIX}sdpa":
         kernel = kernels.packed_attention or (packed_attention.BY_DOCUMENT if is_resumed else None)

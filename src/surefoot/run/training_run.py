@@ -254,6 +254,9 @@ def _is_finished(trainer: Trainer) -> bool:
     if not trainer.state.is_complete:
         return False
     try:
+        # A run that was killed between its last save and here never got its results: the state
+        # alone does not say that it ended. The next launch writes what is missing
+        # (docs/decisions/0043).
         results = read_json(trainer.section.folder / RESULTS)
     except (OSError, ValueError):
         return False

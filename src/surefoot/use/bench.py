@@ -48,6 +48,10 @@ from ..training.windows import num_steps
 from .estimate._batches import heaviest
 
 logger = logging.getLogger(__name__)
+# Speed depends on the machine, the model and the data together: no rule says which
+# micro_batch_size, packing, recomputation or compilation is fastest, a few steps of each do.
+# Nothing is searched here: a search tried settings for up to fifteen minutes, each in a process of
+# its own, where two commands tell which of two overrides is faster.
 WARM_UP = 2  # steps: the heaviest, which also compiles, and an ordinary one
 ENOUGH = 30.0  # seconds of measured steps, after which no more are begun
 

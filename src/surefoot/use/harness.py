@@ -108,6 +108,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         """The log-probability of each continuation, and whether it is the greedy one. Requests with
         the same context share it."""
         pairs = [self._fitted(context, end) for _, context, end in requests]
+        # lm-eval's own backend computes a context again for every choice, unless all choices have
+        # one token; the examples that all questions of a subject begin with, too
+        # (docs/decisions/0061).
         groups: dict[tuple[int, ...], dict[tuple[int, ...], None]] = {}
         for context, end in pairs:
             groups.setdefault(context, {})[end] = None
@@ -260,6 +263,7 @@ def run_tasks(
         _prepare(task, settings.shots)
     journal = open_results(output, opened, ["lm-eval"])
     model = HarnessModel(opened, journal, batch_size=batch_size)
+    # As lm_eval.simple_evaluate seeds them: else few-shot examples differ from its own figures.
     random.seed(0)
     np.random.seed(_SEED)
     results = evaluate(

@@ -323,6 +323,7 @@ class ResultJournal:
         # a line break first, which ends a line that a crash has cut short
         text = "\n".join(["", *map(json.dumps, rows)])
         path = self.output.part(self.replica)
+        # Flushed batch by batch: a disk that was full at the end once lost every answer.
         with files.raising(RunError, self.output.on_failure):
             files.append_line(path, text)
             with files.open_file(path) as file:

@@ -141,6 +141,8 @@ def evaluate_run(
     ``DataError``, ``ModelError`` or ``RecipeError`` if there is no such model, or nothing to
     evaluate it on."""
     path = evaluated_path(recipe, model, world)
+    # Before the model is opened: two models are never in memory together, and what the reference
+    # says never changes, so it is asked once for all evaluations (docs/decisions/0038).
     columns = auxiliary_columns(
         recipe, dataset=dataset, limit=limit, world=world, parallel=parallel
     )

@@ -17,6 +17,7 @@ from surefoot.use.estimate._saving import (
 from surefoot.use.estimate.plan import make_plan
 
 ALONE = Machine(1, on_gpu=False)
+FOUR_SAVES = {"train": {"max_steps": 4}, "checkpoint": {"save_steps": 1}}
 METHODS = ["full", {"freeze": {"num_layers": 1}}, {"lora": {"rank": 4}}]
 
 
@@ -37,10 +38,10 @@ def size_of(folder):
 )
 def test_a_saved_checkpoint_has_the_size_that_was_told(tmp_path, kind, method):
     sections = {"method": method} if isinstance(method, dict) else {}
-    project = Project(tmp_path / "p", kind, **sections)
+    project = Project(tmp_path / "p", kind, **FOUR_SAVES, **sections)
     saving = make_plan(load(project.recipe), ALONE).saving
     surefoot.train(project.recipe)
-    newest = project.run / "checkpoint-12"
+    newest = project.run / "checkpoint-4"
     assert saving.size.total == pytest.approx(size_of(newest), rel=0.01)
     weights = sum(path.stat().st_size for path in newest.glob("*model*.safetensors"))
     assert saving.size.weights == weights
@@ -53,10 +54,10 @@ def test_a_saved_checkpoint_has_the_size_that_was_told(tmp_path, kind, method):
 
 
 def test_large_models_are_split_into_files(tmp_path):
-    project = Project(tmp_path / "p", checkpoint={"max_shard_size": 20_000})
+    project = Project(tmp_path / "p", train={"max_steps": 1}, checkpoint={"max_shard_size": 20_000})
     size = make_plan(load(project.recipe), ALONE).saving.size
     surefoot.train(project.recipe)
-    assert size.total == pytest.approx(size_of(project.run / "checkpoint-12"), rel=0.01)
+    assert size.total == pytest.approx(size_of(project.run / "checkpoint-1"), rel=0.01)
 
 
 def test_a_snapshot_is_shared_out_over_the_processes():

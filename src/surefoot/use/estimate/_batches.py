@@ -168,6 +168,8 @@ def heaviest(
         for loaded in _windows(loader, items):
             windows = np.repeat(loaded, group_size, axis=1)
             count = num_passes(windows.shape[1], size, ranks)
+            # The function that deals the examples of a run, for all windows at once: the largest
+            # pass was chance while windows were split by number (docs/decisions/0036).
             dealt = tokens_of(windows) + added  # the run deals by these, shared prompts or not
             groups = balance_by_length(
                 dealt, micro_batch_size=size, world_size=ranks, packing=packing

@@ -239,32 +239,37 @@ def dry_run_batch(dry_run: DryRunModel, batch: Batch) -> Pass:
 
 
 def _measure_pass(dry_run: DryRunModel, batch: Batch) -> Pass:
+    """Run ``batch`` forward and backward on fake tensors, and count the bytes that are alive: those
+    saved between the two, and the most at any moment."""
+    stage, network = dry_run.recipe.stage, dry_run.network
+    inner, mode = network.inner, dry_run.tensors.mode
     batch = widened(batch, dry_run.setting.tp if dry_run.setting.sequence_parallel else 1)
-    module, inner, grown = dry_run.network.module, dry_run.network.inner, 0
-    modules = [module, *(other.module for other in dry_run.others)]
-    model_tensors = [tensor for each in modules for tensor in (*each.parameters(), *each.buffers())]
-    kept_bytes: dict[torch.Tensor, int] = {
-        p: dry_run.kept_gradient(name) for name, p in dry_run.network.named.items()
-    }
+    fake_batch = batch.located().mapped(mode.from_tensor)
+    modules = [network.module, *(other.module for other in dry_run.others)]
+    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    vocabulary = dry_run.tensors.vocabulary
+    width = inner.config.get_text_config().vocab_size if vocabulary is None else vocabulary.width
 
-    def drop(parameter: torch.Tensor) -> None:
-        nonlocal grown
-        assert parameter.grad is not None
-        grown += kept_bytes.get(parameter, parameter.grad.nbytes)
-        parameter.grad = None
-
+    # A run keeps gradients until the update, and ``_memory_model.memory`` adds them. Here each goes
+    # as soon as it is complete, and leaves its bytes: else it would count as an activation, too.
+    gradients = _Gradients({p: dry_run.kept_gradient(n) for n, p in network.named.items()})
     hooks = [
-        parameter.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
-        for parameter in module.parameters()
+        parameter.register_post_accumulate_grad_hook(gradients.drop)  # type: ignore[no-untyped-call]
+        for parameter in network.module.parameters()
         if parameter.requires_grad
     ]
     kernel = inner.config._attn_implementation
     if _needs_no_mask(inner, batch):
         inner.set_attn_implementation(UNMASKED)
-    size, vocabulary = inner.config.get_text_config().vocab_size, dry_run.tensors.vocabulary
-    live = LiveBytes(model_tensors, size if vocabulary is None else vocabulary.width, lambda: grown)
+    live = LiveBytes(tensors, width, lambda: gradients.num_bytes)
     try:
-        saved = _saved(dry_run, batch, live)
+        with mode, live:
+            outputs = network.engine.runner.run(fake_batch, stage.spec)
+            loss = with_router_loss(stage.loss(POLICY, outputs, fake_batch), outputs).total
+            del outputs  # as the loop does, whose backward pass has only the loss
+            saved = live.now
+            if loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
     finally:
         set_attention(inner, kernel)
         for hook in hooks:
@@ -274,18 +279,18 @@ def _measure_pass(dry_run: DryRunModel, batch: Batch) -> Pass:
     )
 
 
-def _saved(dry_run: DryRunModel, batch: Batch, live: LiveBytes) -> Snapshot:
-    """Run the model forward and backward; returns what was saved in between."""
-    stage, mode = dry_run.recipe.stage, dry_run.tensors.mode
-    fake_batch = batch.located().mapped(mode.from_tensor)
-    with mode, live:
-        outputs = dry_run.network.engine.runner.run(fake_batch, stage.spec)
-        loss = with_router_loss(stage.loss(POLICY, outputs, fake_batch), outputs).total
-        del outputs
-        saved = live.now
-        if loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]
-    return saved
+@dataclass
+class _Gradients:
+    """Counts the gradients of a backward pass, and keeps none."""
+
+    kept_bytes: Mapping[torch.Tensor, int]  # of what a run keeps of some
+    num_bytes: int = 0
+
+    def drop(self, parameter: torch.Tensor) -> None:
+        """The gradient of ``parameter`` is complete."""
+        assert parameter.grad is not None
+        self.num_bytes += self.kept_bytes.get(parameter, parameter.grad.nbytes)
+        parameter.grad = None
 
 
 def _needs_no_mask(model: PreTrainedModel, batch: Batch) -> bool:

@@ -120,6 +120,7 @@ def make_plan(recipe: Recipe, machine: Machine, tokens_per_second: float | None 
     form the mesh, or the method does not fit the model, ``ModelError`` without a configuration or
     tokenizer, ``DataError`` if a dataset is missing or broken, or batches do not divide,
     ``RunError`` if a function that the recipe names cannot be loaded."""
+    # Measured first: what the dry run itself imports and allocates is no part of training.
     imports = 0 if machine.on_gpu else imported()
     check_alone(recipe.model, machine.num_processes)
     mesh = mesh_of(recipe, machine)

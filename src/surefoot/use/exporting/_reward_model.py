@@ -75,6 +75,8 @@ def sequence_classification_of(model: PreTrainedModel) -> PreTrainedModel:
             classifier = AutoModelForSequenceClassification.from_config(config)
     except ValueError:
         raise _unknown(model, "transformers has no sequence classification for it") from None
+    # MiniCPM3 scales its hidden states before the output head: its exported rewards were an eighth
+    # of the checkpoint's (docs/decisions/0049).
     if not _head_reads_last_hidden_states(model):
         raise _unknown(model, "it changes its last hidden states before the head")
     return cast(PreTrainedModel, classifier)

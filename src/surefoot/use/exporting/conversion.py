@@ -244,6 +244,9 @@ def _scored(
     tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=trust_remote_code)
     stops = stop_token_ids(tokenizer)
     pad = tokenizer.pad_token_id
+    # transformers scores the last token that is not padding: one too early where the end token
+    # pads. Without a padding token it refuses batches, which is better than another reward
+    # (docs/decisions/0049).
     if pad is None or pad in stops:
         logger.warning(
             "%s: its tokenizer pads with %s, which transformers could not tell from the end token "
@@ -446,6 +449,8 @@ def base_weights(folder: Path, section: ModelSection) -> tuple[TensorSource, Map
     source, changes = _stored_weights(folder, section)
     try:
         is_scored = is_sequence_classification(folder)  # its head has another name
+        # Weights under other names, or of another shape, were once written as a model that nothing
+        # opens, and with --no-verify nobody was told.
         check_fits(folder, section, open_named(folder) if is_scored else source)
     except (ValueError, OSError, ImportError, KeyError) as error:
         raise ModelError(f"{folder}: cannot read the model: {first_line(error)}") from None

@@ -152,6 +152,9 @@ def origin_of(parts: ModelFolders) -> ExportOrigin:
     model = BaseModel(
         section, parts.model, adapter=parts.adapter, has_adapter_weights=parts.adapter is not None
     )
+    # Every byte, not samples: one changed value changes what is computed, and a sample would miss
+    # it. XXH3 takes 0.3 s a GiB, so files that the run has recorded, with length, inode and times
+    # unchanged, are not read again (docs/decisions/0043).
     before = base_identity.read(parts.folder).get(base_identity.TRAINED)
     recorded = {} if before is None else {_BASE: before}
     record = base_identity.identify({_BASE: model}, recorded)[_BASE]

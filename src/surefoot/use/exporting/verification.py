@@ -100,8 +100,12 @@ def verify_export(
         rewards = rewards_of(opened, probes)
     else:
         logps = logps_of(opened.model, probes)
+    # The memory of one model in float32 was announced, not that of two.
     del opened
     gc.collect()
+    # Opened by transformers alone, the checkpoint as chat does, an adapter by PEFT: neither uses
+    # the code that wrote the artefact. To compare tensors by our own reader would prove only that
+    # it understands our writer.
     model = _open_artefact(artefact_path, receipt.artefact)
     if parts.is_reward:
         actual = artefact_rewards(model, _v_head_of(artefact_path), probes)
@@ -193,6 +197,9 @@ PROMPTS = (
 )
 RESPONSES = ("Paris is on the Seine; the sum is 42.", "I do not know.")
 
+# In nats per token, of the loss and of the probability that the checkpoint gives to the artefact's
+# tokens. Unequal tokens would fail where the checkpoint is undecided, and tell nothing of how wrong
+# the others are (docs/decisions/0067).
 EXACT = 1e-3  # other orders of summation in float32
 BOUNDS: Mapping[str, float] = {
     **dict.fromkeys(("float32", "f32"), EXACT),
