@@ -2,10 +2,11 @@
 
     .venv/bin/python benchmarks/held_up.py
 
-Each request of ``tests/serve`` that grows without bound, and two small ones that are answered, is
-sent to ``surefoot serve`` of a tiny model, which runs in a thread of this process. The loop holds
-all other clients up for as long as one of its callbacks runs. CPU milliseconds of the loop's thread
-say what the code needs; wall milliseconds have what other threads and other programs take, too.
+Each request of ``tests/plugins/serve`` that grows without bound, and two small ones that are
+answered, is sent to ``surefoot serve`` of a tiny model, which runs in a thread of this process. The
+loop holds all other clients up for as long as one of its callbacks runs. CPU milliseconds of the
+loop's thread say what the code needs; wall milliseconds have what other threads and other programs
+take, too.
 Then a board of many runs is started, and asked for its table until the table is complete.
 """
 
@@ -24,11 +25,11 @@ import httpx
 from measure import machine, spread, table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from board.runs import COMPLETE, write_run
-from board.serving import Server
 from folders import save_model
-from serve.running import running
-from serve.test_serving import ASKED, CHAT, LARGE, TEXT
+from plugins.board.runs import COMPLETE, write_run
+from plugins.board.serving import Server
+from plugins.serve.running import running
+from plugins.serve.test_serving import ASKED, CHAT, LARGE, TEXT
 from surefoot.data.text.templates import bundled
 
 SMALL = [(TEXT, {"prompt": "x", "max_tokens": 1}), (CHAT, {"messages": ASKED, "max_tokens": 1})]

@@ -12,13 +12,14 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from folders import edit_json, save_adapter, save_model
-from serve.running import alike, running
 from surefoot.data.text.templates import bundled
 from surefoot.errors import ModelError
 from surefoot.generate.section import GenerateSection
 from surefoot.plugins.serve.app import create_app
 from surefoot.plugins.serve.models import ServeSettings
 from surefoot.use import Conversation, open_model
+
+from .running import alike, running
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 WIDE = {"intermediate_size": 64}  # elementwise operations take 32 numbers at a time

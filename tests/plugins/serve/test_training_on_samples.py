@@ -4,8 +4,9 @@ import pytest
 
 import surefoot
 from project import Project, losses, metrics
-from serve.running import running
 from stage_data import written
+
+from .running import running
 
 LORA = {"lora": {"rank": 2}}
 

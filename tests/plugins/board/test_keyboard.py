@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from board import browser
-from board.pages import show
-from board.runs import COMPLETE, RECIPE, write_run
+from . import browser
+from .pages import show
+from .runs import COMPLETE, RECIPE, write_run
 
 pytestmark = pytest.mark.skipif(bool(browser.MISSING), reason=str(browser.MISSING))
 MOST = 400

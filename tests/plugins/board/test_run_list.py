@@ -6,11 +6,11 @@ import time
 
 import pytest
 
-from board import browser
-from board.pages import show
-from board.runs import COMPLETE, write_run
-from board.serving import Server
-from board.test_keyboard import press
+from . import browser
+from .pages import show
+from .runs import COMPLETE, write_run
+from .serving import Server
+from .test_keyboard import press
 
 pytestmark = pytest.mark.skipif(bool(browser.MISSING), reason=str(browser.MISSING))
 WRONG = "train.batch_size: is no setting"

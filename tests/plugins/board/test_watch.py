@@ -12,8 +12,9 @@ import time
 import pytest
 
 import commands
-from board.runs import COMPLETE, write_run
 from surefoot.plugins.board.command import sparkline
+
+from .runs import COMPLETE, write_run
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,8 @@ import json
 import pytest
 
 import commands
-from board.runs import COMPLETE, RECIPE, write_run
+
+from .runs import COMPLETE, RECIPE, write_run
 
 run, runs, refused = commands.of("runs")
 

@@ -6,10 +6,11 @@ import pytest
 from starlette.testclient import TestClient
 
 import commands
-from board.runs import COMPLETE, write_run
 from surefoot.errors import RunError
 from surefoot.plugins.board.app import create_app
 from surefoot.storage.web import hosts_of, is_loopback
+
+from .runs import COMPLETE, write_run
 
 BEARER = {"Authorization": "Bearer a-long-secret"}
 ATTACKS = [

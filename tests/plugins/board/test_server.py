@@ -8,9 +8,10 @@ import pytest
 
 import commands
 import surefoot.plugins.board
-from board.runs import write_run
-from board.serving import Server
 from surefoot.plugins.board.run_state import EVIDENCE
+
+from .runs import write_run
+from .serving import Server
 
 STATIC = Path(surefoot.plugins.board.__file__).parent / "static"
 STATES = ("running", "complete", "stopped", "failed", "died", "ended", "unknown")

@@ -5,9 +5,10 @@ import json
 import pytest
 
 from folders import save_model
-from serve.running import running
 from surefoot.data.text.templates import bundled
 from tiny_tokenizers import tokenizer
+
+from .running import running
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")

@@ -3,8 +3,9 @@
 import pytest
 
 from folders import save_adapter, save_model
-from serve.running import running
 from surefoot.data.text.templates import bundled
+
+from .running import running
 
 ASKED = [{"role": "user", "content": "Hi"}]
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}

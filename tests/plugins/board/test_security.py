@@ -7,12 +7,13 @@ import httpx2
 import pytest
 from starlette.testclient import TestClient
 
-from board.runs import COMPLETE, write_run
-from board.serving import served
 from surefoot.plugins.board.app import MAX_BODY, MAX_REQUESTS, create_app
 from surefoot.plugins.board.run_folders import OutsideRootError, inside, new_inside
 from surefoot.storage import web
 from surefoot.storage.web import hosts_of
+
+from .runs import COMPLETE, write_run
+from .serving import served
 
 OWN = "http://127.0.0.1:7860"
 MINE = {"X-Surefoot": "1"}

@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from board import browser
-from board.pages import check_on_a_phone, show, violations
-from board.runs import COMPLETE, RECIPE, write_run
+from . import browser
+from .pages import check_on_a_phone, show, violations
+from .runs import COMPLETE, RECIPE, write_run
 
 pytestmark = pytest.mark.skipif(bool(browser.MISSING), reason=str(browser.MISSING))
 PAGES = ["#/runs", "#/run?run=runs/one", "#/run?run=runs/one&tab=samples", "#/chat"]

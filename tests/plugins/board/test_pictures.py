@@ -1,6 +1,6 @@
 """The pictures of ``docs/how-to/board.md``, of the demo's runs: ``PICTURES=docs/img`` writes them.
 
-``PICTURES=docs/img pytest -m proof tests/board/test_pictures.py`` takes some minutes.
+``PICTURES=docs/img pytest -m proof tests/plugins/board/test_pictures.py`` takes some minutes.
 """
 
 import contextlib
@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from board import browser
-from board.pages import show
-from board.serving import SOURCE, Server
+from . import browser
+from .pages import show
+from .serving import SOURCE, Server
 
 pytestmark = [
     pytest.mark.proof,
     pytest.mark.skipif(bool(browser.MISSING), reason=str(browser.MISSING)),
 ]
-EXAMPLES = Path(__file__).parents[2] / "examples"
-COMMITTED = Path(__file__).parents[2] / "docs/img"
+EXAMPLES = Path(__file__).parents[3] / "examples"
+COMMITTED = Path(__file__).parents[3] / "docs/img"
 MAX_BYTES = 120_000
 COLORS = 64
 ORDER = "Write this order as a record.\nTwo silk jars for Ada Brandt in Rome, please."

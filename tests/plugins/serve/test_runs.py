@@ -12,11 +12,12 @@ import pytest
 import surefoot
 from answering import sample
 from folders import save_recipe
-from serve.running import running
 from surefoot.generate.section import GenerateSection
 from surefoot.use import open_model
 
-GUIDE = Path(__file__).parents[2] / "docs" / "how-to" / "serve.md"
+from .running import running
+
+GUIDE = Path(__file__).parents[3] / "docs" / "how-to" / "serve.md"
 PROMPT = [16, 10, 17, 30]
 ADDRESS = "http://127.0.0.1:8000"
 

@@ -5,9 +5,10 @@ import socket
 
 import pytest
 
-from board.runs import COMPLETE, write_run
 from surefoot.plugins.board.run_state import Summaries, is_locked, state_of
 from surefoot.training.callbacks.launches import HEARTBEAT, LaunchFiles, is_alive, process
+
+from .runs import COMPLETE, write_run
 
 
 def state(folder):

@@ -10,11 +10,12 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from folders import save_adapter, save_model
-from serve.running import alike, running
 from surefoot.data.text.templates import bundled
 from surefoot.generate.live import SingleRows
 from surefoot.plugins.serve.body import ModelGoneError
 from surefoot.plugins.serve.engine import EngineThread, FailedRequest, Lane
+
+from .running import alike, running
 
 TEXT = "/v1/completions"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"

@@ -14,9 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from folders import save_model
-from serve.running import Client, running
 from surefoot.plugins.serve import responses as streaming
 from surefoot.plugins.serve.engine import EngineThread
+
+from .running import Client, running
 
 TEXT = "/v1/completions"
 ASKED = b'{"prompt": "x", "max_tokens": 200, "ignore_eos": true, "n": 24, "stream": true%s}'

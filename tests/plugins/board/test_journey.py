@@ -9,12 +9,13 @@ import pytest
 from ruamel.yaml import YAML
 from transformers import AutoModelForCausalLM
 
-from board import browser
-from board.serving import Server
 from project import Project, losses
 from surefoot.checkpoint.disk.commit import committed, step_of
 from surefoot.checkpoint.disk.retention import pinned
 from surefoot.training.callbacks.launches import is_alive
+
+from . import browser
+from .serving import Server
 
 pytestmark = [
     pytest.mark.proof,

@@ -9,8 +9,9 @@ import pytest
 from starlette.testclient import TestClient
 
 import commands
-from board.runs import COMPLETE, write_run
 from surefoot.plugins.board.app import create_app
+
+from .runs import COMPLETE, write_run
 
 MINE = {"X-Surefoot": "1"}
 SECRET = "root:x:0:0:the-secret"
@@ -94,8 +95,9 @@ def test_a_recipe_that_is_a_pipe_or_endless_is_refused(tmp_path):
 
 def test_a_recipe_that_a_user_names_may_be_a_link(tmp_path):
     """As a ConfigMap of Kubernetes is mounted."""
-    from board.runs import RECIPE
     from surefoot.recipe.files import read_text
+
+    from .runs import RECIPE
 
     (tmp_path / "..data").mkdir()
     (tmp_path / "..data/recipe.yaml").write_text(RECIPE)

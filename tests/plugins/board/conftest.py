@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from board import browser
-from board.serving import served
 from surefoot.plugins.board.app import create_app
+
+from . import browser
+from .serving import served
 
 
 @pytest.fixture(scope="module")

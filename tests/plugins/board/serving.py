@@ -13,7 +13,7 @@ import uvicorn
 
 from surefoot.storage.web import PromptProtocol, bound
 
-SOURCE = Path(__file__).parents[2] / "src"
+SOURCE = Path(__file__).parents[3] / "src"
 
 
 class Server:

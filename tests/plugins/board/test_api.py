@@ -9,11 +9,12 @@ import time
 import pytest
 from starlette.testclient import TestClient
 
-from board.runs import COMPLETE, RECIPE, write_run
 from surefoot import __version__
 from surefoot.plugins.board.app import create_app
 from surefoot.plugins.board.processes import ChildCommands
 from surefoot.training.callbacks.launches import process, started
+
+from .runs import COMPLETE, RECIPE, write_run
 
 MINE = {"X-Surefoot": "1"}
 
