@@ -1,19 +1,14 @@
-"""What a method may add to a model: decoder layers that return their input until they are trained,
-and rows for new tokens.
+"""What a method may add to a model: decoder layers that return their input until they are trained
+(LLaMA Pro, arXiv:2401.02415), and rows for new tokens beside a frozen vocabulary.
 
-Insert decoder layers that return their input until they are trained (LLaMA Pro,
-arXiv:2401.02415).
+A new layer is a copy of the layer before it, in which the last projection of each branch
+(attention, MLP, experts) is zero, so that the branches add nothing to the hidden states. Whether an
+architecture can be expanded so depends on its code, and a wrong guess trains something else without
+a word. So three things are proven, whatever the architecture is called:
 
-A new layer is a copy of the layer before it. The last projection of each branch (attention, MLP,
-experts) is zero, so the branches add nothing to the hidden states. The configuration counts the new
-layers, and is proven to describe the model: it must build the same layers again.
-
-The proof that new layers change nothing: by running the model, however it is sharded.
-
-The embeddings of new tokens, which an adapter may train beside a frozen vocabulary.
-
-Which tokens are new is noted on the model when its embeddings are resized, since a method sees the
-model alone.
+- the configuration, as it is saved, builds the same layers again (``insert_layers``);
+- on real weights and the mesh of the run, each new layer returns its input to the bit, and
+- no output changes if the old layers get their former numbers back (``verify_new_layers``).
 """
 
 from __future__ import annotations
@@ -34,81 +29,12 @@ from ..errors import RecipeError, counted
 from ..parallel.world import local
 from .lora_targets import layer_list
 
-_KEY = "method.lora.new_tokens"
-_NEW = "new_token_ids"  # an attribute of such models
-_UNKNOWN = (0,)  # stands for the tokens of a tokenizer that is not there: names are what matters
-
-
-def note_new_tokens(model: PreTrainedModel, ids: Sequence[int]) -> None:
-    """Note which tokens ``model`` has embeddings for since its tokenizer has got them."""
-    vars(model)[_NEW] = sorted(set(ids))
-
-
-def embeddings_to_train(model: PreTrainedModel) -> dict[str, list[int]]:
-    """The new tokens, by the name of each matrix that has a row for them: the input embeddings, and
-    the output head unless it is the same matrix. Raises ``RecipeError`` if there are no new tokens,
-    or PEFT would compute them differently."""
-    ids = list(vars(model).get(_NEW, _UNKNOWN))
-    if not ids:
-        raise RecipeError(
-            f"{_KEY}: there are no new tokens; name them in model.new_special_tokens, or leave it "
-            "out"
-        )
-    names = {module: name for name, module in model.named_modules()}
-    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
-    has_own_forward = type(embeddings).forward is not nn.Embedding.forward
-    # PEFT also multiplies by ``embed_scale``
-    is_more = has_own_forward and not hasattr(embeddings, "embed_scale")
-    if not isinstance(embeddings, nn.Embedding) or is_more:
-        raise _unsupported(model, "its input embeddings are more than rows of a matrix")
-    if head is None:
-        return {names[embeddings]: ids}
-    is_tied = head.weight is embeddings.weight
-    if is_tied != bool(model.config.tie_word_embeddings):
-        raise _unsupported(
-            model, "its config.json and its files differ in whether head and embeddings are tied"
-        )
-    if type(head).forward is not nn.Linear.forward or head.bias is not None:
-        raise _unsupported(model, "its output head is more than a product with a matrix")
-    return {names[embeddings]: ids} if is_tied else {names[embeddings]: ids, names[head]: ids}
-
-
-def untrained_matrices(model: PreTrainedModel, *, has_grown: bool) -> list[str]:
-    """The matrices of ``model`` in which a method that was applied to it does not train the rows of
-    new tokens, if any were added (``has_grown``) or rows are trained one by one."""
-    ids, untrained = set(vars(model).get(_NEW, _UNKNOWN)), []
-    names = {module: name for name, module in model.named_modules()}
-    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-        if module is None:
-            continue
-        rows = dict(module.named_children()).get("token_adapter")
-        if rows is not None:
-            is_left = bool(ids - {*rows.token_indices["default"]})
-        else:
-            is_left = has_grown and not any(p.requires_grad for p in module.parameters())
-        untrained += [names[module].rpartition(".")[2]] if is_left else []
-    return untrained
-
-
-def refuse_divided(model: nn.Module, *, tp: int, pp: int) -> None:
-    """Raise ``RecipeError`` if an adapter in ``model`` trains the embeddings of some tokens, and
-    ranks of ``tp`` or ``pp`` would have parts of the vocabulary or of the layers alone."""
-    has_rows = any(name.endswith(".token_adapter") for name, _ in model.named_modules())
-    if has_rows and max(tp, pp) > 1:
-        raise RecipeError(
-            f"{_KEY}: PEFT needs the input embeddings and the output head on one rank; leave "
-            "parallel.tp and parallel.pp at 1, and use parallel.dp_shard"
-        )
-
-
-def _unsupported(model: PreTrainedModel, reason: str) -> RecipeError:
-    return RecipeError(
-        f"{_KEY}: {type(model).__name__} is not supported: {reason}; name both in "
-        "method.lora.modules_to_save instead"
-    )
-
-
-KEY = "method.llama_pro"
+logger = logging.getLogger(__name__)
+Run = Callable[[Batch], torch.Tensor]
+_KEY = "method.llama_pro"
+# In a configuration: the numbers of the new layers. A run that goes on from the deeper model trains
+# these, and inserts no others.
+_RECORD = "llama_pro_layers"
 # Linear layers and fused experts whose result is added to the hidden states.
 _LAST = frozenset(
     {
@@ -118,8 +44,8 @@ _LAST = frozenset(
     }
 )
 _NUMBERS = ("layer_idx", "layer_id", "layer_number", "layer_index")  # of a layer in its modules
-_RECORD = "llama_pro_layers"  # in a configuration: the numbers of the new layers
 _IS_NEW, _NUMBERED = "_surefoot_is_new", "_surefoot_numbers"  # attributes of layers
+_LENGTH = 24  # tokens, which most numbers of ranks divide that share a sequence
 
 
 def insert_layers(model: PreTrainedModel, count: int) -> list[nn.Module]:
@@ -132,7 +58,8 @@ def insert_layers(model: PreTrainedModel, count: int) -> list[nn.Module]:
         return _recorded(layers, recorded, count)
     if count > number:
         raise RecipeError(
-            f"{KEY}.num_new_layers: expected at most {number}, the layers of the model, got {count}"
+            f"{_KEY}.num_new_layers: expected at most {number}, the layers of the model, "
+            f"got {count}"
         )
     if getattr(config, "num_hidden_layers", None) != number:
         raise _refusal(model, f"its configuration does not count its {number} layers")
@@ -157,46 +84,30 @@ def _recorded(layers: nn.ModuleList, recorded: object, count: int) -> list[nn.Mo
     numbers = [place for place in listed if type(place) is int and 0 <= place < len(layers)]
     if len(numbers) < len(listed):
         raise RecipeError(
-            f"{KEY}: {_RECORD} in the config.json of the model is {recorded}, which are no layers "
-            "of it; remove the key to insert new ones"
+            f"{_KEY}: {_RECORD} in the config.json of the model is {recorded}, which are no "
+            "layers of it; remove the key to insert new ones"
         )
     if len(numbers) != count:
         raise RecipeError(
-            f"{KEY}.num_new_layers: got {count}, but the model has "
+            f"{_KEY}.num_new_layers: got {count}, but the model has "
             f"{counted(len(numbers), 'layer')} of an earlier run ({_RECORD} in its config.json); "
             f"set it to {len(numbers)} to train these"
         )
     return [layers[place] for place in numbers]
 
 
-def is_new(layer: nn.Module) -> bool:
-    """Whether ``insert_layers`` has added ``layer``."""
-    return bool(vars(layer).get(_IS_NEW))
-
-
-def numbers(layer: nn.Module) -> tuple[int, int] | None:
-    """The number that ``layer`` (or the one that it copies) had before layers were inserted, and
-    its own now; None if none were inserted."""
-    return vars(layer).get(_NUMBERED)
-
-
-def set_number(layer: nn.Module, number: int) -> None:
-    """Tell the modules of ``layer`` its place, which is that of its keys and values in a cache."""
-    for module in layer.modules():
-        for name in _NUMBERS:
-            if type(vars(module).get(name)) is int:
-                setattr(module, name, number)
-
-
 @torch.no_grad()
 def _identity(model: PreTrainedModel, source: nn.Module) -> nn.Module:
     """A copy of the layer ``source`` that returns its input."""
+    # The model's configuration and its lists are one object for all layers, also for the new ones.
     shared = (model.config, *vars(model.config).values())
     layer = copy.deepcopy(source, {id(part): part for part in shared})
     for tensor, original in zip(
         layer.state_dict().values(), source.state_dict().values(), strict=True
     ):
-        if tensor.is_meta:  # notes whose values it will have
+        # Without values, the copy is noted (``CapturedInit``): each rank will read its box of the
+        # new layer from the layer that it copies.
+        if tensor.is_meta:
             tensor.copy_(original)
     last = [p for name, p in layer.named_parameters() if _is_last(name)]
     if not last:
@@ -278,14 +189,28 @@ def _facts(layer: nn.Module) -> Mapping[str, object]:
 
 def _refusal(model: PreTrainedModel, reason: str) -> RecipeError:
     return RecipeError(
-        f"{KEY}: {type(model).__name__} gets no new layers: {reason}; use another method, such as "
-        "freeze"
+        f"{_KEY}: {type(model).__name__} gets no new layers: {reason}; use another method, "
+        "such as freeze"
     )
 
 
-logger = logging.getLogger(__name__)
-Run = Callable[[Batch], torch.Tensor]
-_LENGTH = 24  # tokens, which most numbers of ranks divide that share a sequence
+def is_new(layer: nn.Module) -> bool:
+    """Whether ``insert_layers`` has added ``layer``."""
+    return bool(vars(layer).get(_IS_NEW))
+
+
+def numbers(layer: nn.Module) -> tuple[int, int] | None:
+    """The number that ``layer`` (or the one that it copies) had before layers were inserted, and
+    its own now; None if none were inserted."""
+    return vars(layer).get(_NUMBERED)
+
+
+def set_number(layer: nn.Module, number: int) -> None:
+    """Tell the modules of ``layer`` its place, which is that of its keys and values in a cache."""
+    for module in layer.modules():
+        for name in _NUMBERS:
+            if type(vars(module).get(name)) is int:
+                setattr(module, name, number)
 
 
 @torch.no_grad()
@@ -315,7 +240,8 @@ def verify_new_layers(
             problems.append(f"a new {type(layer).__name__} does not return its input")
 
     def look(norm: nn.Module, args: tuple[object, ...]) -> None:
-        # a norm behind a branch makes of the first small update a large one
+        # As in Gemma 2 and OLMo 2: a norm behind a branch makes of the first small update a large
+        # one.
         if args and isinstance(args[0], torch.Tensor) and not bool(local(args[0]).any()):
             problems.append(
                 f"its layers normalize what a branch adds ({type(norm).__name__}), so the first "
@@ -349,3 +275,78 @@ def verify_new_layers(
     places = getattr(model.config.get_text_config(decoder=True), _RECORD, ())
     layers, listed = counted(len(places), "new layer"), ", ".join(map(str, places))
     logger.info("%s: %s; they change nothing yet", layers, listed)
+
+
+_TOKENS = "method.lora.new_tokens"
+# An attribute of such models. It is set when embeddings are resized: a method sees the model alone.
+_NEW = "new_token_ids"
+_UNKNOWN = (0,)  # stands for the tokens of a tokenizer that is not there: names are what matters
+
+
+def note_new_tokens(model: PreTrainedModel, ids: Sequence[int]) -> None:
+    """Note which tokens ``model`` has embeddings for since its tokenizer has got them."""
+    vars(model)[_NEW] = sorted(set(ids))
+
+
+def embeddings_to_train(model: PreTrainedModel) -> dict[str, list[int]]:
+    """The new tokens, by the name of each matrix that has a row for them: the input embeddings, and
+    the output head unless it is the same matrix. Raises ``RecipeError`` if there are no new tokens,
+    or PEFT would compute them differently."""
+    ids = list(vars(model).get(_NEW, _UNKNOWN))
+    if not ids:
+        raise RecipeError(
+            f"{_TOKENS}: there are no new tokens; name them in model.new_special_tokens, or leave "
+            "it out"
+        )
+    names = {module: name for name, module in model.named_modules()}
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    has_own_forward = type(embeddings).forward is not nn.Embedding.forward
+    # PEFT also multiplies by ``embed_scale``
+    is_more = has_own_forward and not hasattr(embeddings, "embed_scale")
+    if not isinstance(embeddings, nn.Embedding) or is_more:
+        raise _unsupported(model, "its input embeddings are more than rows of a matrix")
+    if head is None:
+        return {names[embeddings]: ids}
+    is_tied = head.weight is embeddings.weight
+    if is_tied != bool(model.config.tie_word_embeddings):
+        raise _unsupported(
+            model, "its config.json and its files differ in whether head and embeddings are tied"
+        )
+    if type(head).forward is not nn.Linear.forward or head.bias is not None:
+        raise _unsupported(model, "its output head is more than a product with a matrix")
+    return {names[embeddings]: ids} if is_tied else {names[embeddings]: ids, names[head]: ids}
+
+
+def untrained_matrices(model: PreTrainedModel, *, has_grown: bool) -> list[str]:
+    """The matrices of ``model`` in which a method that was applied to it does not train the rows of
+    new tokens, if any were added (``has_grown``) or rows are trained one by one."""
+    ids, untrained = set(vars(model).get(_NEW, _UNKNOWN)), []
+    names = {module: name for name, module in model.named_modules()}
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if module is None:
+            continue
+        rows = dict(module.named_children()).get("token_adapter")
+        if rows is not None:
+            is_left = bool(ids - {*rows.token_indices["default"]})
+        else:
+            is_left = has_grown and not any(p.requires_grad for p in module.parameters())
+        untrained += [names[module].rpartition(".")[2]] if is_left else []
+    return untrained
+
+
+def refuse_divided(model: nn.Module, *, tp: int, pp: int) -> None:
+    """Raise ``RecipeError`` if an adapter in ``model`` trains the embeddings of some tokens, and
+    ranks of ``tp`` or ``pp`` would have parts of the vocabulary or of the layers alone."""
+    has_rows = any(name.endswith(".token_adapter") for name, _ in model.named_modules())
+    if has_rows and max(tp, pp) > 1:
+        raise RecipeError(
+            f"{_TOKENS}: PEFT needs the input embeddings and the output head on one rank; leave "
+            "parallel.tp and parallel.pp at 1, and use parallel.dp_shard"
+        )
+
+
+def _unsupported(model: PreTrainedModel, reason: str) -> RecipeError:
+    return RecipeError(
+        f"{_TOKENS}: {type(model).__name__} is not supported: {reason}; name both in "
+        "method.lora.modules_to_save instead"
+    )

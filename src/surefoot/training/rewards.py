@@ -26,9 +26,89 @@ from .rollout import Event, Rollout
 if TYPE_CHECKING:
     from ..data.text.codec import Codec
 
-
 logger = logging.getLogger(__name__)
 WORKER = Path(__file__).with_name("_reward_worker.py")  # run by its path
+OnError = Literal["stop", "skip"]
+
+
+@dataclass(frozen=True)
+class AuxiliaryModel:
+    """A frozen model beside the policy. One that computes ahead, before the first step, is freed
+    then. One of the windows stays: ``prepare`` can compute with it, and the outputs of the policy
+    may be divergences from it."""
+
+    spec: OutputSpec
+    model: ModelPath | None = None  # None: the policy as it was before the first step
+    when: Literal["ahead", "window"] = "ahead"
+
+
+class Reward(Protocol):
+    """How responses are rewarded. Its fields are its settings in the recipe. It is computed in a
+    process of its own as a ``task``, or by a frozen ``model`` beside the policy."""
+
+    weight: float
+
+    @property
+    def name(self) -> str:
+        """What it is called in metrics."""
+
+    @property
+    def task(self) -> RewardTask | None:
+        """What the process computes; None: the model computes it."""
+
+    @property
+    def model(self) -> AuxiliaryModel | None:
+        """The model; None: there is a task."""
+
+
+@dataclass(frozen=True)
+class Rewarded:
+    """The rewards of a window."""
+
+    by_reward: Sequence[Sequence[float | None]]  # of each reward those of all rollouts
+    metrics: Mapping[str, float] = field(default_factory=dict)  # what functions logged
+    extras: Mapping[str, Sequence[object]] = field(default_factory=dict)  # the same of each rollout
+
+
+def names_of(rewards: Sequence[Reward]) -> list[str]:
+    """The name of each, with a number where it occurs again."""
+    names: list[str] = []
+    for reward in rewards:
+        before = sum(other.name == reward.name for other in rewards[: len(names)])
+        names.append(f"{reward.name}_{before + 1}" if before else reward.name)
+    return names
+
+
+def by_name(rewards: Sequence[Reward]) -> dict[str, Reward]:
+    """The rewards by their names in metrics, which are also the roles of models."""
+    return dict(zip(names_of(rewards), rewards, strict=True))
+
+
+def models_of(rewards: Sequence[Reward]) -> dict[str, AuxiliaryModel]:
+    """The models that compute rewards, by role."""
+    pairs = ((name, reward.model) for name, reward in by_name(rewards).items())
+    return {name: model for name, model in pairs if model is not None}
+
+
+def total(
+    by_reward: Sequence[Sequence[float | None]], weights: Sequence[float]
+) -> list[float | None]:
+    """The weighted sum of the rewards of each response; None if it has none of them."""
+    totals: list[float | None] = []
+    for values in zip(*by_reward, strict=True):
+        weighted = [w * v for w, v in zip(weights, values, strict=True) if v is not None]
+        totals.append(sum(weighted) if weighted else None)
+    return totals
+
+
+def means(names: Sequence[str], by_reward: Sequence[Sequence[float | None]]) -> Mapping[str, float]:
+    """The mean of each reward over the responses that have it, if there are several."""
+    by_metric = {}
+    for name, values in zip(names, by_reward, strict=True) if len(names) > 1 else ():
+        present = [value for value in values if value is not None]
+        if present:
+            by_metric[f"rewards/{name}"] = sum(present) / len(present)
+    return by_metric
 
 
 @dataclass(frozen=True)
@@ -54,6 +134,20 @@ class Texts:
         """A response, for messages."""
         origin = self.origins[place] if self.origins else f"prompt {place + 1} of the window"
         return f"{origin} (response {short(self.completions[place])})"
+
+
+def texts_of(rollouts: Sequence[Rollout], codec: Codec) -> Texts:
+    """The responses of a window as rewards read them."""
+    decode = codec.tokenizer.decode
+    names = dict.fromkeys(name for rollout in rollouts for name in rollout.row.columns)
+    return Texts(
+        [decode(list(rollout.prompt)) for rollout in rollouts],
+        [decode(list(rollout.completion), skip_special_tokens=True) for rollout in rollouts],
+        [rollout.num_sampled for rollout in rollouts],
+        {name: [rollout.row.columns.get(name) for rollout in rollouts] for name in names},
+        [rollout.row.origin for rollout in rollouts] if all(r.row.origin for r in rollouts) else (),
+        [rollout.completion for rollout in rollouts],
+    )
 
 
 @dataclass(frozen=True)
@@ -84,8 +178,71 @@ class RewardResult:
     extras: Mapping[str, Sequence[object]] = field(default_factory=dict)  # of each response
 
 
-class LateError(Exception):
-    """The limit is over."""
+def computed(
+    process: RewardProcess, task: RewardTask, texts: Texts, seconds: float, on_error: OnError
+) -> RewardResult:
+    """The rewards of ``texts``. Raises ``RunError`` for the first failure, which names the
+    response; if ``on_error`` is skip, those that failed have none. What is wrong for every response
+    is always raised."""
+    is_one_enough = on_error == "stop"
+    result = process.compute(task, texts, seconds, is_one_enough=is_one_enough)
+    if not result.failures:
+        return result
+    message = _failure_message(task, result, texts)
+    if result.failures[0].is_fatal:
+        raise RunError(message)
+    if is_one_enough:
+        raise RunError(
+            f"{message}; mend it, or set on_reward_error: skip, which drops such responses"
+        )
+    logger.warning("%s; skipped", message)
+    return result
+
+
+def rewarded(results: Sequence[RewardResult]) -> Rewarded:
+    """What several rewards gave. A metric is the mean of all values that were logged for it."""
+    logged: dict[str, list[float]] = {}
+    for result in results:
+        for name, values in result.metrics.items():
+            logged.setdefault(name, []).extend(values)
+    metrics = {name: sum(values) / len(values) for name, values in logged.items()}
+    extras = {name: values for result in results for name, values in result.extras.items()}
+    return Rewarded([result.rewards for result in results], metrics, extras)
+
+
+def _failure_message(task: RewardTask, result: RewardResult, texts: Texts) -> str:
+    first = result.failures[0]
+    if first.place is None:
+        return f"{task.name}: {first.why}"
+    more = len(result.failures) - 1
+    rest = f" (and for {counted(more, 'other response')})" if more else ""
+    return f"{task.name}: {texts.name(first.place)}: {first.why}{rest}"
+
+
+def stepped(
+    process: RewardProcess, path: FunctionPath, events: Sequence[Event], seconds: float
+) -> list[Message | None]:
+    """What the environment says to each response. Raises ``RunError``, which names the row."""
+    event_rows = [
+        {
+            "session": event.session,
+            "row": dict(event.row.columns) if event.is_first else None,
+            "response": event.response,
+            "is_first": event.is_first,
+        }
+        for event in events
+    ]
+    reply = process.step(str(path), event_rows, seconds)
+    if "error" not in reply:
+        return [None if message is None else _message(**message) for message in reply["replies"]]
+    where = ""
+    if (at := reply.get("place")) is not None:
+        where = f" {events[at].row.origin} (response {short(events[at].response or '')}):"
+    raise RunError(f"{path}:{where} {reply['error']}")
+
+
+def _message(role: Literal["user", "tool"], content: str, **fields: str) -> Message:
+    return Message(role, content, fields=fields)
 
 
 @dataclass
@@ -218,175 +375,14 @@ class RewardProcess:
             self._child = None
 
 
+class LateError(Exception):
+    """The limit is over."""
+
+
 def short(text: str) -> str:
     """A response, for messages."""
     shown = repr(text)
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
-
-
-@dataclass(frozen=True)
-class AuxiliaryModel:
-    """A frozen model beside the policy. One that computes ahead, before the first step, is freed
-    then. One of the windows stays: ``prepare`` can compute with it, and the outputs of the policy
-    may be divergences from it."""
-
-    spec: OutputSpec
-    model: ModelPath | None = None  # None: the policy as it was before the first step
-    when: Literal["ahead", "window"] = "ahead"
-
-
-logger = logging.getLogger(__name__)
-OnError = Literal["stop", "skip"]
-
-
-@dataclass(frozen=True)
-class Rewarded:
-    """The rewards of a window."""
-
-    by_reward: Sequence[Sequence[float | None]]  # of each reward those of all rollouts
-    metrics: Mapping[str, float] = field(default_factory=dict)  # what functions logged
-    extras: Mapping[str, Sequence[object]] = field(default_factory=dict)  # the same of each rollout
-
-
-class Reward(Protocol):
-    """How responses are rewarded. Its fields are its settings in the recipe. It is computed in a
-    process of its own as a ``task``, or by a frozen ``model`` beside the policy."""
-
-    weight: float
-
-    @property
-    def name(self) -> str:
-        """What it is called in metrics."""
-
-    @property
-    def task(self) -> RewardTask | None:
-        """What the process computes; None: the model computes it."""
-
-    @property
-    def model(self) -> AuxiliaryModel | None:
-        """The model; None: there is a task."""
-
-
-def names_of(rewards: Sequence[Reward]) -> list[str]:
-    """The name of each, with a number where it occurs again."""
-    names: list[str] = []
-    for reward in rewards:
-        before = sum(other.name == reward.name for other in rewards[: len(names)])
-        names.append(f"{reward.name}_{before + 1}" if before else reward.name)
-    return names
-
-
-def by_name(rewards: Sequence[Reward]) -> dict[str, Reward]:
-    """The rewards by their names in metrics, which are also the roles of models."""
-    return dict(zip(names_of(rewards), rewards, strict=True))
-
-
-def models_of(rewards: Sequence[Reward]) -> dict[str, AuxiliaryModel]:
-    """The models that compute rewards, by role."""
-    pairs = ((name, reward.model) for name, reward in by_name(rewards).items())
-    return {name: model for name, model in pairs if model is not None}
-
-
-def computed(
-    process: RewardProcess, task: RewardTask, texts: Texts, seconds: float, on_error: OnError
-) -> RewardResult:
-    """The rewards of ``texts``. Raises ``RunError`` for the first failure, which names the
-    response; if ``on_error`` is skip, those that failed have none. What is wrong for every response
-    is always raised."""
-    is_one_enough = on_error == "stop"
-    result = process.compute(task, texts, seconds, is_one_enough=is_one_enough)
-    if not result.failures:
-        return result
-    message = _failure_message(task, result, texts)
-    if result.failures[0].is_fatal:
-        raise RunError(message)
-    if is_one_enough:
-        raise RunError(
-            f"{message}; mend it, or set on_reward_error: skip, which drops such responses"
-        )
-    logger.warning("%s; skipped", message)
-    return result
-
-
-def rewarded(results: Sequence[RewardResult]) -> Rewarded:
-    """What several rewards gave. A metric is the mean of all values that were logged for it."""
-    logged: dict[str, list[float]] = {}
-    for result in results:
-        for name, values in result.metrics.items():
-            logged.setdefault(name, []).extend(values)
-    metrics = {name: sum(values) / len(values) for name, values in logged.items()}
-    extras = {name: values for result in results for name, values in result.extras.items()}
-    return Rewarded([result.rewards for result in results], metrics, extras)
-
-
-def _failure_message(task: RewardTask, result: RewardResult, texts: Texts) -> str:
-    first = result.failures[0]
-    if first.place is None:
-        return f"{task.name}: {first.why}"
-    more = len(result.failures) - 1
-    rest = f" (and for {counted(more, 'other response')})" if more else ""
-    return f"{task.name}: {texts.name(first.place)}: {first.why}{rest}"
-
-
-def total(
-    by_reward: Sequence[Sequence[float | None]], weights: Sequence[float]
-) -> list[float | None]:
-    """The weighted sum of the rewards of each response; None if it has none of them."""
-    totals: list[float | None] = []
-    for values in zip(*by_reward, strict=True):
-        weighted = [w * v for w, v in zip(weights, values, strict=True) if v is not None]
-        totals.append(sum(weighted) if weighted else None)
-    return totals
-
-
-def means(names: Sequence[str], by_reward: Sequence[Sequence[float | None]]) -> Mapping[str, float]:
-    """The mean of each reward over the responses that have it, if there are several."""
-    by_metric = {}
-    for name, values in zip(names, by_reward, strict=True) if len(names) > 1 else ():
-        present = [value for value in values if value is not None]
-        if present:
-            by_metric[f"rewards/{name}"] = sum(present) / len(present)
-    return by_metric
-
-
-def texts_of(rollouts: Sequence[Rollout], codec: Codec) -> Texts:
-    """The responses of a window as rewards read them."""
-    decode = codec.tokenizer.decode
-    names = dict.fromkeys(name for rollout in rollouts for name in rollout.row.columns)
-    return Texts(
-        [decode(list(rollout.prompt)) for rollout in rollouts],
-        [decode(list(rollout.completion), skip_special_tokens=True) for rollout in rollouts],
-        [rollout.num_sampled for rollout in rollouts],
-        {name: [rollout.row.columns.get(name) for rollout in rollouts] for name in names},
-        [rollout.row.origin for rollout in rollouts] if all(r.row.origin for r in rollouts) else (),
-        [rollout.completion for rollout in rollouts],
-    )
-
-
-def stepped(
-    process: RewardProcess, path: FunctionPath, events: Sequence[Event], seconds: float
-) -> list[Message | None]:
-    """What the environment says to each response. Raises ``RunError``, which names the row."""
-    event_rows = [
-        {
-            "session": event.session,
-            "row": dict(event.row.columns) if event.is_first else None,
-            "response": event.response,
-            "is_first": event.is_first,
-        }
-        for event in events
-    ]
-    reply = process.step(str(path), event_rows, seconds)
-    if "error" not in reply:
-        return [None if message is None else _message(**message) for message in reply["replies"]]
-    where = ""
-    if (at := reply.get("place")) is not None:
-        where = f" {events[at].row.origin} (response {short(events[at].response or '')}):"
-    raise RunError(f"{path}:{where} {reply['error']}")
-
-
-def _message(role: Literal["user", "tool"], content: str, **fields: str) -> Message:
-    return Message(role, content, fields=fields)
 
 
 @dataclass(frozen=True, kw_only=True)

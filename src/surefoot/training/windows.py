@@ -105,7 +105,7 @@ class Windows:
     stage_state: StageState = field(default_factory=StageState)  # which ``context`` reads
     _num_empty: int = field(default=0, init=False)  # windows in a row
     _turn: _Turn | None = field(default=None, init=False)  # the last one
-    _part: Sequence[Features] = field(default=(), init=False)  # its examples
+    _step_examples: Sequence[Features] = field(default=(), init=False)  # what it trains on
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -134,73 +134,66 @@ class Windows:
         if self.is_between:
             loaded = self.kept.added(place, self.loader.next_examples())
         self._turn = _Turn(place, loaded, replace(self.inside), self.stage_state.values)
-        turn = self._taken(self._turn)
-        self._count(self._part, turn.figures)
-        return turn
+        step = self.repeat_turn()
+        self._num_empty = 0 if len(self._step_examples) else self._num_empty + 1
+        if self._num_empty > (self.loader.steps_per_epoch or MAX_EMPTY):
+            summary = ", ".join(f"{name} {value:.4g}" for name, value in step.figures.items())
+            raise RunError(
+                f"there was nothing to train on in {self._num_empty} windows in a row (in the "
+                f"last one: {summary}); make the reward distinguish responses, or train with sft "
+                "first"
+            )
+        return step
 
     def repeat_turn(self) -> StepInput:
         """The same turn again, with the micro-batch size of now; a window that began with
         it is prepared again."""
         assert self._turn is not None
-        return self._taken(self._turn)
+        turn, figures, seconds = self._turn, dict[str, float](), 0.0
+        self.loader.resize(self.memory.micro_batch_size)
+        # Back to before the turn: PPO's moments, for one, must not count the same scores twice.
+        self.inside, self.stage_state.values = replace(turn.inside), turn.stage_values
+        inside = self.inside
+        if turn.loaded is not None:
+            started = time.monotonic()
+            prepared = self.stage.prepare(self.context(turn.place), turn.loaded)
+            seconds, figures = time.monotonic() - started, dict(prepared.figures)
+            inside.place, inside.examples = turn.place, prepared.examples
+            self.stage_state.values = dict(prepared.state)
+        place, examples = inside.place if inside.examples else turn.place, inside.examples
+        seed = derive(self.seed, *inside.place)
+        steps = inner_steps(len(examples), self.stage.passes, self.stage.mini_batches, seed)
+        # The only step of a window gets the very object that was loaded: ``rows_of`` reads the
+        # origins of rows from it, which a list of its examples would not have.
+        is_whole = len(steps) <= 1
+        self._step_examples = examples if is_whole else [examples[i] for i in steps[inside.done]]
+        inside.done += 1
+        if inside.done >= len(steps):
+            inside.clear()
+        window = self.loader.deal(self._step_examples) if len(self._step_examples) else ()
+        return StepInput(place, window, figures, seconds)
 
     def heaviest(self) -> Window:
         """The window with the largest micro-batch, prepared like a turn; nothing advances."""
         self.loader.resize(self.memory.micro_batch_size)
         place = self.loader.heaviest()
         loaded = self.kept.added(place, self.loader.examples_at(*place))
-        self._part = self.stage.prepare(self.context(place), loaded).examples
-        return self.loader.deal(self._part) if len(self._part) else ()
+        examples = self._step_examples = self.stage.prepare(self.context(place), loaded).examples
+        return self.loader.deal(examples) if len(examples) else ()
 
     def rows_of(self, index: int) -> str:
         """The examples of a micro-batch of this turn, for messages: their rows and lengths."""
-        lengths = np.array([num_tokens(example) for example in self._part], np.int64)
+        examples = self._step_examples
+
+        def row(position: int) -> str:
+            if not isinstance(examples, WindowExamples):
+                return f"example {position + 1} of the window"
+            return examples.source.origin(int(examples.items[position]))
+
+        lengths = np.array([num_tokens(example) for example in examples], np.int64)
         groups = self.loader.batching.groups(lengths)
         group = groups[index] if index < len(groups) else np.arange(0)
-        return ", ".join(f"{self._row(i)} with {counted(int(lengths[i]), 'token')}" for i in group)
-
-    def _row(self, position: int) -> str:
-        if not isinstance(self._part, WindowExamples):
-            return f"example {position + 1} of the window"
-        return self._part.source.origin(int(self._part.items[position]))
-
-    def _taken(self, turn: _Turn) -> StepInput:
-        self.loader.resize(self.memory.micro_batch_size)
-        place, figures, seconds = turn.place, dict[str, float](), 0.0
-        self.inside, self.stage_state.values = replace(turn.inside), turn.stage_values
-        if turn.loaded is not None:
-            started = time.monotonic()
-            prepared = self.stage.prepare(self.context(place), turn.loaded)
-            seconds, figures = time.monotonic() - started, dict(prepared.figures)
-            self.inside.place, self.inside.examples = place, prepared.examples
-            self.stage_state.values = dict(prepared.state)
-        place = self.inside.place if self.inside.examples else place
-        self._part = self._next_part()
-        window = self.loader.deal(self._part) if len(self._part) else ()
-        return StepInput(place, window, figures, seconds)
-
-    def _count(self, part: Sequence[Features], figures: Mapping[str, float]) -> None:
-        self._num_empty = 0 if len(part) else self._num_empty + 1
-        if self._num_empty > (self.loader.steps_per_epoch or MAX_EMPTY):
-            summary = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
-            raise RunError(
-                f"there was nothing to train on in {self._num_empty} windows in a row (in the "
-                f"last one: {summary}); make the reward distinguish responses, or train with sft "
-                "first"
-            )
-
-    def _next_part(self) -> Sequence[Features]:
-        """The examples of the next optimizer step of the window: the very ones that were prepared,
-        if it is the only step."""
-        inside, stage = self.inside, self.stage
-        examples = inside.examples
-        seed = derive(self.seed, *inside.place)
-        steps = inner_steps(len(examples), stage.passes, stage.mini_batches, seed)
-        part = [examples[i] for i in steps[inside.done]] if len(steps) > 1 else examples
-        inside.done += 1
-        if inside.done >= len(steps):
-            inside.clear()
-        return part
+        return ", ".join(f"{row(i)} with {counted(int(lengths[i]), 'token')}" for i in group)
 
     def state_dict(self) -> dict[str, Any]:
         """The data position, the position inside a window if there is one, and what the stage
