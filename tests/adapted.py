@@ -2,12 +2,26 @@
 
 import torch
 from safetensors.torch import save_file
+from transformers import GPT2Config, GPT2LMHeadModel
 
+import folders
 from surefoot.methods import METHODS
 from surefoot.model.section import ModelSection
 
 SMALL = {"oft": {"block_size": 16}}  # what methods need to fit tiny models
 IDS = torch.arange(40).view(2, 20) % 60 + 3
+
+
+def gpt2(folder):
+    """A model whose weights are transposed, and some of them square."""
+    known = folders.tokenizer()
+    torch.manual_seed(1)
+    sizes = {"vocab_size": len(known), "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    ends = {"eos_token_id": known.eos_token_id, "bos_token_id": known.eos_token_id}
+    config = GPT2Config(**sizes, **ends, tie_word_embeddings=False)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    folders.save_tokenizer(known, folder)
+    return folder
 
 
 def method_of(name):

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM
 
 import folders
 import ranks
-from adapted import logits, saved, trained
+from adapted import gpt2, logits, saved, trained
 from spread import save
 from surefoot.checkpoint.converting.targets import HuggingFaceModel
 from surefoot.methods import LoRA
@@ -22,17 +22,6 @@ from test_startup import begun
 DORA = LoRA(rank=3, dora=True)
 CLOSE = {"atol": 2e-6, "rtol": 1e-5}
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:fan_in_fan_out")
-
-
-def gpt2(folder):
-    """Whose weights are transposed, and some of them square."""
-    known = folders.tokenizer()
-    torch.manual_seed(1)
-    sizes = {"vocab_size": len(known), "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
-    ends = {"eos_token_id": known.eos_token_id, "bos_token_id": known.eos_token_id}
-    GPT2LMHeadModel(GPT2Config(**sizes, **ends)).save_pretrained(folder)
-    known.save_pretrained(folder)
-    return folder
 
 
 def opened(folder, method=DORA, **section):

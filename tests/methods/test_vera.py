@@ -7,11 +7,11 @@ import torch
 from peft import PeftModel
 from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM
 
 import folders
 import tiny
-from adapted import logits, saved, trained
+from adapted import gpt2, logits, saved, trained
 from surefoot.checkpoint.converting.targets import HuggingFaceModel
 from surefoot.errors import CheckpointError, ModelError, RecipeError
 from surefoot.methods import VeRA
@@ -30,14 +30,7 @@ CLOSE = {"atol": 1e-6, "rtol": 1e-5}
 @pytest.fixture(scope="module", params=["llama", "gpt2"])  # gpt2: its weights are transposed
 def folder(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
-    if request.param == "llama":
-        return folders.save_model(path)
-    known = folders.tokenizer()
-    torch.manual_seed(0)
-    sizes = {"vocab_size": len(known), "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-    GPT2LMHeadModel(GPT2Config(**sizes, tie_word_embeddings=False)).save_pretrained(path)
-    folders.save_tokenizer(known, path)
-    return path
+    return folders.save_model(path) if request.param == "llama" else gpt2(path)
 
 
 def opened(folder, method, **section):
