@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import cache
 
 import pytest
 import torch
@@ -52,14 +53,22 @@ def answers(world, folders_of, prompts, *sections, **options):
     return found
 
 
-def assert_alike(parallel, models, prompts, *, count=2, sections=(GREEDY, SAMPLED), **options):
-    expected = answers(ALONE, models, prompts, *sections, **options)
-    found = ranks.run(
-        count, lambda w: answers(w, models, prompts, *sections, **options), **parallel
-    )
-    assert all(len({a.text for a in one}) > 3 for one in expected), "prompts must matter"
-    for one in found:
-        assert one == expected
+@pytest.fixture(scope="module")
+def alike(prompts):
+    """A comparison with what one process says, which is computed once for all meshes."""
+
+    @cache
+    def alone(model, sections):
+        return answers(ALONE, [model], prompts, *sections)
+
+    def check(parallel, models, *, count=2, sections=(GREEDY, SAMPLED)):
+        expected = [answer for model in models for answer in alone(model, sections)]
+        found = ranks.run(count, lambda w: answers(w, models, prompts, *sections), **parallel)
+        assert all(len({a.text for a in one}) > 3 for one in expected), "prompts must matter"
+        for one in found:
+            assert one == expected
+
+    return check
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +87,9 @@ def models(tmp_path_factory):
 
 
 @pytest.mark.parametrize("parallel", MESHES, ids=str)
-def test_two_processes_say_what_one_says(parallel, models, prompts):
+def test_two_processes_say_what_one_says(parallel, models, alike):
     some = models if "tp" in parallel else [models[i] for i in (1, 3, 5)]
-    assert_alike(parallel, some, prompts)
+    alike(parallel, some)
 
 
 @pytest.mark.proof
@@ -89,11 +98,11 @@ def test_two_processes_say_what_one_says(parallel, models, prompts):
     [{"tp": 4}, {"tp": 2, "dp_shard": 2}, {"tp": 2, "dp_replicate": 2}],
     ids=str,
 )
-def test_four_processes_say_what_one_says(parallel, models, prompts, tmp_path):
-    assert_alike(parallel, models, prompts, count=4)
+def test_four_processes_say_what_one_says(parallel, models, alike, tmp_path):
+    alike(parallel, models, count=4)
     sizes = {"sliding_window": 64, **LIVELY}
     more = [folders.save_model(tmp_path / k, k, **sizes) for k in ("gemma2", "mistral", "phi3")]
-    assert_alike(parallel, more, prompts, count=4)
+    alike(parallel, more, count=4)
 
 
 def test_bfloat16_is_read_and_multiplied_as_it_is(models, prompts):
@@ -152,14 +161,14 @@ def test_one_process_takes_weights_from_elsewhere_too(folder, prompts):
     assert found == expected
 
 
-def test_a_checkpoint_of_two_ranks_answers_in_two_of_another_mesh(folder, prompts):
+def test_a_checkpoint_of_two_ranks_answers_in_two_of_another_mesh(folder, alike):
     ranks.run(2, lambda w: save(begun(w, folder / "base"), folder, "distributed").name, tp=2)
     assert (folder / "checkpoint-0" / "rank_00001").is_dir()
     for file in (folder / "base").iterdir():
         if file.suffix != ".safetensors":
             shutil.copy(file, folder / "checkpoint-0")
     for parallel in MESHES[:2]:
-        assert_alike(parallel, [folder / "checkpoint-0"], prompts, sections=[GREEDY])
+        alike(parallel, [folder / "checkpoint-0"], sections=(GREEDY,))
 
 
 @pytest.mark.parametrize("parallel", MESHES[:2], ids=str)

@@ -90,6 +90,7 @@ def test_what_one_has_saved_goes_through_any_mesh_unchanged(tmp_path):
     assert losses
 
 
+@pytest.mark.proof  # above: any mesh reads the same bits, and learns the same
 def test_a_run_goes_from_mesh_to_mesh_as_one_process_would(tmp_path):
     changes = {"kind": "qwen3_moe", "train": ONES}
     alone = learn(trainer(ALONE, tmp_path, **changes), 4)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from math import prod
 
 import pytest
 import torch
@@ -52,9 +53,19 @@ def tensors_of(folder):
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
 
 
-@pytest.mark.parametrize("changes", [FULL, ADAPTER], ids=["full", "lora"])
-@pytest.mark.parametrize(("count", "mesh"), MESHES, ids=str)
-def test_the_files_are_those_that_one_process_writes(count, mesh, changes, tmp_path):
+CASES = {"full": FULL, "lora": ADAPTER}
+FEW = [("full", PAIRS[0]), ("lora", PAIRS[1]), ("full", PAIRS[2])]
+MANY = [(case, mesh) for case in CASES for mesh in [*PAIRS, *FOURS] if (case, mesh) not in FEW]
+
+
+@pytest.mark.parametrize(
+    ("case", "mesh"),
+    [*FEW, *(pytest.param(*both, marks=pytest.mark.proof) for both in MANY)],
+    ids=str,
+)
+def test_the_files_are_those_that_one_process_writes(case, mesh, tmp_path):
+    changes = CASES[case]
+
     def work(world):
         made = trainer(world, tmp_path / "many", **changes)
         learn(made, 2)
@@ -67,7 +78,7 @@ def test_the_files_are_those_that_one_process_writes(count, mesh, changes, tmp_p
         flight.close()
         return job.target
 
-    saved = ranks.run(count, work, **mesh)[0]
+    saved = ranks.run(prod(mesh.values()), work, **mesh)[0]
     assert verify(saved, full=True).ok
     assert not list(saved.glob("rank_*"))
     assert not list(saved.glob(".*"))

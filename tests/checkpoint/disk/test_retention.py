@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from project import Project, checkpoints, surefoot
+import commands
+from project import checkpoints
+from surefoot.checkpoint import AsyncSaver, save
 from surefoot.checkpoint.disk.commit import clean, committed
 from surefoot.checkpoint.disk.folder import metrics_in
 from surefoot.checkpoint.disk.retention import (
@@ -28,7 +30,10 @@ from surefoot.errors import CheckpointError
 from surefoot.storage import files
 from surefoot.training.section import TrainSection
 
+from ..sample import sample_states
 from .test_commit import names, publish
+
+_, ok, refused = commands.of("ckpt")
 
 
 @given(st.dictionaries(st.integers(0, 12), st.booleans(), max_size=6))
@@ -240,37 +245,35 @@ def steps(run):
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory):
-    kept = {"save_steps": 2, "keep": 1}
-    found = Project(tmp_path_factory.mktemp("pins"), train={"max_steps": 4}, checkpoint=kept)
-    assert surefoot("train", found.recipe, "checkpoint.keep=5")[0] == 0
-    assert steps(found.run) == [2, 4]
-    return found
+def run(tmp_path_factory):
+    """A run whose recipe keeps one checkpoint, and has two."""
+    folder = tmp_path_factory.mktemp("pins")
+    (folder / "recipe.yaml").write_text("checkpoint: {keep: 1}\n")
+    for step in (2, 4):
+        save(folder, step, sample_states(step))
+    return folder
 
 
-def test_neither_a_run_nor_prune_deletes_a_pinned_checkpoint(project):
-    code, out, _ = surefoot("ckpt", "pin", project.run / "checkpoint-2", "--json")
-    assert (code, json.loads(out)) == (0, {"pinned": [2]})
-    assert surefoot("train", project.recipe, "train.max_steps=8")[0] == 0  # checkpoint.keep=1
-    assert steps(project.run) == [2, 4, 8], "4 is the one that it resumed from"
-    code, out, _ = surefoot("ckpt", "prune", project.run, "--yes", "--json")
-    assert code == 0
-    found = {one["step"]: one["why"] for one in json.loads(out)["checkpoints"]}
-    assert found[2] == ["pinned"]
-    assert steps(project.run) == [2, 8]
-    assert pin(project.run, 2, is_pinned=False) == set()
-    assert surefoot("ckpt", "prune", project.run, "--yes", "--json")[0] == 0
-    assert steps(project.run) == [8]
+def test_neither_a_saver_nor_prune_deletes_a_pinned_checkpoint(run):
+    assert json.loads(ok("pin", run / "checkpoint-2", "--json")) == {"pinned": [2]}
+    with AsyncSaver(run, keep=1, resumed_from=run / "checkpoint-4") as saver:
+        saver.save(8, sample_states(8))
+    assert steps(run) == [2, 4, 8], "4 is the one that it resumed from"
+    pruned = json.loads(ok("prune", run, "--yes", "--json"))["checkpoints"]
+    assert {one["step"]: one["why"] for one in pruned}[2] == ["pinned"]
+    assert steps(run) == [2, 8]
+    assert pin(run, 2, is_pinned=False) == set()
+    ok("prune", run, "--yes")
+    assert steps(run) == [8]
 
 
-def test_only_a_checkpoint_can_be_pinned_and_a_broken_file_deletes_nothing(project):
+def test_only_a_checkpoint_can_be_pinned_and_a_broken_file_deletes_nothing(run):
     with pytest.raises(CheckpointError, match="has no checkpoint-3"):
-        pin(project.run, 3, is_pinned=True)
-    code, _, said = surefoot("ckpt", "pin", project.run)
-    assert (code, "expected a checkpoint" in said) == (2, True)
+        pin(run, 3, is_pinned=True)
+    assert "expected a checkpoint" in refused("pin", run)
     for text in ("[1,", '{"a": 1}', "[true]"):
-        (project.run / NAME).write_text(text)
+        (run / NAME).write_text(text)
         with pytest.raises(CheckpointError, match="repair or delete"):
-            pinned(project.run)
-    assert surefoot("ckpt", "prune", project.run, "--yes")[0] == 2
-    (project.run / NAME).unlink()
+            pinned(run)
+    refused("prune", run, "--yes")
+    (run / NAME).unlink()

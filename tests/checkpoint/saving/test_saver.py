@@ -163,11 +163,11 @@ def test_what_did_not_change_is_linked(tmp_path):
 
 @pytest.mark.parametrize(("keep", "most"), [(2, 1), (3, 2), (5, 4), (None, 8)])
 def test_no_file_is_all_that_the_kept_checkpoints_have(tmp_path, keep, most):
-    states = weights(1)
+    states = weights(1, size=300)
     states["optimizer"] = Holder({"a": {"exp_avg": torch.ones(3000)}})
     own, resumed = {}, None
     for start in (1, 13):  # also over a resume
-        with AsyncSaver(tmp_path, keep=keep, resumed_from=resumed) as saver:
+        with AsyncSaver(tmp_path, keep=keep, resumed_from=resumed, in_background=False) as saver:
             for step in range(start, start + 12):
                 states["model"].state["a"] += 1
                 saver.save(step, states)
