@@ -16,7 +16,12 @@ import torch
 import warm
 from surefoot.checkpoint.disk.commit import being_written, clean, committed
 from surefoot.checkpoint.loading import load
-from surefoot.checkpoint.saving._snapshot_buffer import FileImages, SnapshotBuffer, dump_job, places
+from surefoot.checkpoint.saving._snapshot_buffer import (
+    FileImages,
+    Snapshot,
+    SnapshotBuffer,
+    places,
+)
 from surefoot.checkpoint.saving._writer_process import Background, take
 from surefoot.checkpoint.saving.preparation import prepare, save
 from surefoot.checkpoint.verification import verify
@@ -219,7 +224,7 @@ def test_a_writer_whose_trainer_died_before_the_folder_was_there_gives_up(tmp_pa
     arena = SnapshotBuffer.create(size)
     images = FileImages(arena, starts, job.shards)
     take(images, live.groups)
-    message = json.dumps(dump_job(job, images, {})) + "\n"
+    message = json.dumps(Snapshot(job, images, {}).dump()) + "\n"
     command = [
         sys.executable,
         "-m",

@@ -211,24 +211,33 @@ def _append(stretches: list[ByteRange], end: int, offset: int, length: int) -> i
     return start
 
 
-def dump_job(job: Job, images: FileImages, small: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
-    """A job as plain JSON; what is large is in the buffer, and its place there in the message."""
-    plain = {field.name: getattr(job, field.name) for field in fields(Job)}
-    shards = [
-        {
-            "role": shard.role,
-            "name": shard.plan.name,
-            "start": start,
-            "file_size": shard.plan.header.file_size,
-            "share": None if shard.share is None else asdict(shard.share),
-        }
-        for shard, start in zip(job.shards, images.starts, strict=True)
-    ]
-    return {**plain, "root": str(job.root.absolute()), "shards": shards, "small": small}
+@dataclass(frozen=True)
+class Snapshot:
+    """A job, and where its bytes are in the buffer: all that a writer process needs."""
+
+    job: Job
+    images: FileImages  # of its files of tensors
+    small: Mapping[str, tuple[int, int]]  # start and length of each of its small files
+
+    def dump(self) -> dict[str, Any]:
+        """The job as plain JSON; what is large is in the buffer, and its place in the message."""
+        plain = {field.name: getattr(self.job, field.name) for field in fields(Job)}
+        shards = [
+            {
+                "role": shard.role,
+                "name": shard.plan.name,
+                "start": start,
+                "file_size": shard.plan.header.file_size,
+                "share": None if shard.share is None else asdict(shard.share),
+            }
+            for shard, start in zip(self.job.shards, self.images.starts, strict=True)
+        ]
+        root = str(self.job.root.absolute())
+        return {**plain, "root": root, "shards": shards, "small": self.small}
 
 
 def parse_job(message: dict[str, Any], arena: SnapshotBuffer) -> tuple[Job, FileImages]:
-    """The inverse, in the writer process. Each image begins with the header of its file."""
+    """A job from its message, in the writer process. An image begins with its file's header."""
     shards = []
     for shard in message["shards"]:
         image, share = arena.view[shard["start"] :], shard["share"]

@@ -28,7 +28,7 @@ import surefoot
 from ...errors import STOP_SIGNALS, CheckpointError
 from ...storage.folder_lock import StallWatch, state_of
 from ..disk.commit import clean, parts_of
-from ._snapshot_buffer import FileImages, SnapshotBuffer, dump_job, image_of, places
+from ._snapshot_buffer import FileImages, Snapshot, SnapshotBuffer, image_of, places
 from ._writing import MOST_ATTEMPTS, Job, Saved, write
 from .preparation import LiveTensors
 
@@ -48,8 +48,12 @@ class Background:
         self._arena: SnapshotBuffer | None = None
         self._is_pinned = False  # whether GPUs copy straight into it
         self._writer: _Writer | None = None
-        self.target: Path | None = None  # of the save in flight
-        self._message: dict[str, Any] = {}  # the job in flight
+        self._snapshot: Snapshot | None = None  # of the save in flight
+
+    @property
+    def target(self) -> Path | None:
+        """The checkpoint that is being written."""
+        return None if self._snapshot is None else self._snapshot.job.target
 
     @property
     def pid(self) -> int | None:
@@ -85,7 +89,7 @@ class Background:
     def start(self, job: Job, live: LiveTensors) -> None:
         """Take a snapshot and start to write it. ``MemoryError`` if there is no room for it,
         ``CheckpointError`` if there is no process to write it."""
-        assert self.target is None, "a save is already in flight"
+        assert self._snapshot is None, "a save is already in flight"
         sizes = [image_of(shard).size for shard in job.shards]
         blobs = [len(data) for data in job.small.values()]
         starts, size = places([*sizes, *blobs])
@@ -95,21 +99,19 @@ class Background:
         small = dict(zip(job.small, zip(starts[len(sizes) :], blobs, strict=True), strict=True))
         for name, (start, length) in small.items():
             arena.view[start : start + length] = job.small[name]
-        self._message = dump_job(job, images, small)
-        self._send(arena)
-        self.target = job.target
+        self._send(Snapshot(job, images, small))
 
     def poll(self) -> Saved | None:
         """The save that has ended since the last call; raises if it failed."""
-        if self.target is None or self._writer is None or not self._writer.has_answer():
+        if self._snapshot is None or self._writer is None or not self._writer.has_answer():
             return None
-        return self._end(self.target)
+        return self._end(self._snapshot)
 
     def wait(self) -> Saved | None:
         """Wait for the save in flight, if there is one. Raises ``CheckpointError`` if it failed."""
         saved = None
-        while saved is None and self.target is not None:
-            saved = self._end(self.target)
+        while saved is None and self._snapshot is not None:
+            saved = self._end(self._snapshot)
         return saved
 
     def close(self) -> None:
@@ -125,7 +127,7 @@ class Background:
                 self._arena.close()
             self._writer, self._arena, self._is_pinned = None, None, False
 
-    def _end(self, target: Path) -> Saved | None:
+    def _end(self, snapshot: Snapshot) -> Saved | None:
         """Wait for the end of an attempt: what was saved, or None if another attempt was started.
 
         A killed writer process is replaced, and all ranks of a joint save retry when one of them
@@ -133,21 +135,20 @@ class Background:
         ranks may have to learn of it in the training loop.
         """
         assert self._writer is not None
-        assert self._arena is not None
+        job = snapshot.job
+        target = job.target
         if line := self._writer.answer(target):
             answer = json.loads(line)
-            problem, can_retry = answer.get("error", ""), self._message["nonce"] is not None
+            problem, can_retry = answer.get("error", ""), job.nonce is not None
             is_done = not problem and answer["is_committed"]
         else:
             answer, is_done, can_retry = {}, False, True
             problem = f"cannot save {target}: {self._writer.death()}"
             clean(target.parent)
-        self.target, attempt = None, self._message["attempt"] + 1
-        if not is_done and can_retry and attempt < MOST_ATTEMPTS:
+        self._snapshot, again = None, replace(job, attempt=job.attempt + 1)
+        if not is_done and can_retry and again.attempt < MOST_ATTEMPTS:
             logger.warning("%s; retrying once", problem or f"{target.name} is not committed")
-            self._message["attempt"] = attempt
-            self._send(self._arena)
-            self.target = target
+            self._send(replace(snapshot, job=again))
             return None
         if problem:
             raise CheckpointError(problem)
@@ -162,13 +163,15 @@ class Background:
                 self._is_pinned = pin(self._arena)
         return self._arena
 
-    def _send(self, arena: SnapshotBuffer) -> None:
+    def _send(self, snapshot: Snapshot) -> None:
+        """Let the writer process write a snapshot; a process that has died is replaced."""
         if self._writer is not None and not self._writer.is_alive:
             self._writer.close()
             self._writer = None
         if self._writer is None:
-            self._writer = _Writer(arena)
-        self._writer.send(json.dumps(self._message).encode() + b"\n")
+            self._writer = _Writer(snapshot.images.arena)
+        self._writer.send(json.dumps(snapshot.dump()).encode() + b"\n")
+        self._snapshot = snapshot
 
 
 class _Writer:

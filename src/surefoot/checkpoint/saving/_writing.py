@@ -129,7 +129,8 @@ class Saved:
     num_bytes: int  # of all its files
     num_shared: int = 0  # of these, bytes that lie in files it shares with its parent
     seconds: float = 0.0  # from the first byte to the commit
-    problem: str | None = None  # why an older checkpoint could not be removed
+    replaced: Sequence[str] = ()  # names of older checkpoints that it has taken the place of
+    problem: str | None = None  # why one of these could not be removed
     is_committed: bool = True  # as far as a process knows that is not the first
 
 
@@ -159,7 +160,7 @@ def write(
         return Saved(target, num_bytes, 0, seconds, is_committed=is_committed)
     with files.raising(CheckpointError, f"cannot save {target}"):
         if job.attempt and (size := _size_of(job)) is not None:  # the writer died after the commit
-            return Saved(target, size, 0, time.monotonic() - began, _forget(job))
+            return Saved(target, size, 0, time.monotonic() - began, job.forget, _forget(job))
         refuse_existing(target)
         if job.makes_root:
             files.make_folder(job.root)
@@ -176,7 +177,7 @@ def write(
             part.commit(target, dump(manifest_of(job, written)))
     size = sum(written.files.values())
     seconds = time.monotonic() - began
-    return Saved(target, size, written.num_shared, seconds, _forget(job))
+    return Saved(target, size, written.num_shared, seconds, job.forget, _forget(job))
 
 
 def _flush(job: Job) -> None:
@@ -232,21 +233,20 @@ def _forget(job: Job) -> str | None:
 def write_files(
     job: Job, content: Content, folder: Path, is_orphan: Callable[[], bool] = lambda: False
 ) -> Written:
-    """Write and flush all files except the manifest. Space for the large ones is reserved first.
+    """Write and flush all files except the manifest. Space for the large ones is reserved first,
+    so that a full disk is found before the first byte is written.
 
     Of files that all ranks write, rank 0 learns from the others which ones differ from the parent's
     (``changed``), creates those that cannot be linked, and lets the others start.
     """
     written, parent = Written(), parent_of(job)
 
-    def is_linked(shard: Shard) -> bool:
-        """Whether ``shard`` is equal to a file of the parent, and has been linked to it."""
+    def link(shard: Shard) -> bool:
+        """Link ``shard`` to an equal file of the parent, if there is one that may be shared."""
         name = None if parent is None else equal_file(parent, shard, content)
-        if (
-            parent is None
-            or name is None
-            or files.num_names(parent.path / name) >= job.most_sharing
-        ):
+        if parent is None or name is None:
+            return False
+        if files.num_names(parent.path / name) >= job.most_sharing:
             return False  # damage to a file of many checkpoints would be damage to all of them
         make_parent(folder, shard.plan.name)
         if not files.share(parent.path / name, folder / shard.plan.name):
@@ -259,32 +259,31 @@ def write_files(
         ]
         return True
 
-    to_write = [shard for shard in job.shards if shard.share is None and not is_linked(shard)]
-    joint = [shard for shard in job.shards if shard.share is not None]
-    if job.is_joint and job.rank == 0:
+    whole_files = [shard for shard in job.shards if shard.share is None and not link(shard)]
+    joint_files = [shard for shard in job.shards if shard.share is not None]
+    if not job.is_joint:
+        _reserve(folder, whole_files)
+    elif job.rank == 0:
         changed = read_changed(job, folder, is_orphan) if job.may_share else set()
-        joint = [s for s in joint if s.plan.name in changed or not is_linked(s)]
-        _reserve(folder, [*to_write, *joint])
-        # the others write their parts of these files, which exist at full length now
-        _put(folder / _BEGIN, [shard.plan.name for shard in joint])
+        joint_files = [s for s in joint_files if s.plan.name in changed or not link(s)]
+        _reserve(folder, [*whole_files, *joint_files])
+        # Only now: the others open these files, which exist at full length, to write their parts.
+        _put(folder / _BEGIN, [shard.plan.name for shard in joint_files])
     else:
-        _reserve(folder, to_write)
-    if job.is_joint and job.rank > 0:
+        _reserve(folder, whole_files)
         if job.may_share:
-            equal = {s.plan.name for s in joint if parent and equal_file(parent, s, content)}
-            changed = {shard.plan.name for shard in joint} - equal
+            equal = {s.plan.name for s in joint_files if parent and equal_file(parent, s, content)}
+            changed = {shard.plan.name for shard in joint_files} - equal
             _put(folder / _CHANGED.format(job.rank), sorted(changed))
-        created = wait_for_files(folder)
-        joint = [shard for shard in joint if shard.plan.name in created]
-    for shard in [*to_write, *joint]:
-        path = folder / shard.plan.name
-        if shard.share is None:
-            opened = files.open_file(path, follow=False, write=True)
-        else:
-            opened = files.open_to_write(path)
-        with opened as file:
-            file.bypass_cache()
-            note(written, shard, content.write(shard, file))
+        created = wait_for_files(folder)  # the others have been linked to the parent's
+        joint_files = [shard for shard in joint_files if shard.plan.name in created]
+
+    for shard in whole_files:
+        with files.open_file(folder / shard.plan.name, follow=False, write=True) as file:
+            _write_tensors(written, shard, content, file)
+    for shard in joint_files:
+        with files.open_to_write(folder / shard.plan.name) as file:
+            _write_tensors(written, shard, content, file)
     for name, data in sorted(job.small.items()):
         path = folder / name
         if path.parent != folder:
@@ -293,6 +292,11 @@ def write_files(
         written.files[name] = len(data)
         written.hashes[name] = files.digest(data)
     return written
+
+
+def _write_tensors(written: Written, shard: Shard, content: Content, file: files.File) -> None:
+    file.bypass_cache()
+    note(written, shard, content.write(shard, file))
 
 
 def _reserve(folder: Path, shards: Sequence[Shard]) -> None:

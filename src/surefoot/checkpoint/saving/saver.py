@@ -139,7 +139,6 @@ class AsyncSaver:
             )
         self._folder = None if self.writers.rank else _opened(self._root)
         self._times = Times(self._root)
-        self._replaces: Sequence[str] = ()  # names that the save in flight replaces
         self._done: list[Path] = []  # committed, and not yet returned to the caller
 
     @property
@@ -226,56 +225,40 @@ class AsyncSaver:
             return
         try:
             self.update(wait=True)  # whether a best step was saved is known then
-            self._begin(
-                step,
-                states,
-                kind or self.kind,
-                {**self.companions, **(companions or {})},
-                lambda: self._old(metrics, protected, coming=step),
+            parent = self.newest or self._resumed_from
+            try:
+                self._expect_folder()
+                job, live = prepare(
+                    self._root,
+                    step,
+                    states,
+                    kind=kind or self.kind,
+                    companions={**self.companions, **(companions or {})},
+                    parent=parent.name if parent else None,
+                    max_shard_size=self.max_shard_size,
+                    writers=self.writers,
+                )
+                # Last, since it may fail on rank 0 alone: all must have met in ``prepare`` by then.
+                replaces = self._old(metrics, protected, coming=step)
+            except CheckpointError as error:
+                self._bear(error)
+                return
+            # A clone of a file has one name only, so saves that share in a row are counted as well.
+            share = self.share and self._num_shared < self._rule.most_sharing
+            self._num_shared = self._num_shared + 1 if share else 1
+            job = replace(
+                job,
+                forget=replaces,
+                beside=self.beside,
+                share=share,
+                most_sharing=self._rule.most_sharing,
+                makes_root=False,
             )
+            for listener in self.listeners:
+                listener.on_save(replaces)
+            self._note(partial(self._flight.save, job, live))
         finally:
             self.blocking_seconds += time.monotonic() - began
-
-    def _begin(
-        self,
-        step: int,
-        states: Mapping[str, Stateful],
-        kind: Kind,
-        companions: Mapping[str, bytes],
-        old: Callable[[], list[str]],
-    ) -> None:
-        parent = self.newest or self._resumed_from
-        try:
-            self._expect_folder()
-            job, live = prepare(
-                self._root,
-                step,
-                states,
-                kind=kind,
-                companions=companions,
-                parent=parent.name if parent else None,
-                max_shard_size=self.max_shard_size,
-                writers=self.writers,
-            )
-            replaces = old()
-        except CheckpointError as error:
-            self._bear(error)
-            return
-        # A clone of a file has one name only, so saves that share in a row are counted as well.
-        share = self.share and self._num_shared < self._rule.most_sharing
-        self._num_shared = self._num_shared + 1 if share else 1
-        job = replace(
-            job,
-            forget=replaces,
-            beside=self.beside,
-            share=share,
-            most_sharing=self._rule.most_sharing,
-            makes_root=False,
-        )
-        self._replaces = job.forget
-        for listener in self.listeners:
-            listener.on_save(job.forget)
-        self._note(partial(self._flight.save, job, live))
 
     def _is_spared(self, target: Path, insist: bool) -> bool:
         """Whether that state is saved already, or is skipped for one in flight."""
@@ -374,7 +357,7 @@ class AsyncSaver:
             self.newest = saved.path
             self._done.append(saved.path)
             for listener in self.listeners:
-                listener.on_committed(saved.path, self._replaces)
+                listener.on_committed(saved.path, saved.replaced)
 
     def _bear(self, error: CheckpointError) -> None:
         """Raise or log the ``error`` of a save."""
