@@ -1,8 +1,8 @@
 """A checkpoint that verifies is what was saved; one that is not is named, and passed over."""
 
+import errno
 import json
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -13,11 +13,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from crash.system import But, refusing
 from surefoot.checkpoint import CheckpointError, load, recover_latest, save
 from surefoot.checkpoint import verification as latest
 from surefoot.checkpoint.disk.commit import temporary_folder
 from surefoot.checkpoint.looking.listing import list_run
 from surefoot.checkpoint.verification import find_latest, verify
+from surefoot.storage import files
 
 from .sample import blank, same, sample_states
 
@@ -94,16 +96,7 @@ def test_a_checkpoint_that_was_never_committed_is_a_report(tmp_path):
 
 
 def test_a_file_that_cannot_be_read_is_a_problem(folder, monkeypatch):
-    from surefoot.storage import files
-
-    class Failing:
-        def __getattr__(self, name):
-            return getattr(os, name)
-
-        def preadv(self, descriptor, views, offset):
-            raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(files, "os", Failing())
+    monkeypatch.setattr(files, "os", But(preadv=refusing(errno.EIO)))
     assert "input/output error" in verify(folder, full=True).problems[0]
 
 

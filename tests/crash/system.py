@@ -34,6 +34,26 @@ class System:
         return call
 
 
+class But:
+    """``os``, but for the calls that are given."""
+
+    def __init__(self, **calls):
+        vars(self).update(calls)
+
+    def __getattr__(self, name):
+        return getattr(os, name)
+
+
+def refusing(code):
+    """For ``But``: a call that is refused."""
+
+    def call(path, *_, **__):
+        where = str(path) if isinstance(path, os.PathLike) else None
+        raise OSError(code, os.strerror(code), where)
+
+    return call
+
+
 def fails(code):
     """The call fails and does nothing."""
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint.sample import num_open
+from crash.system import But, refusing
 from surefoot.errors import CheckpointError, RunError
 from surefoot.storage import files
 
@@ -66,14 +67,8 @@ def test_lines_are_appended_whole(tmp_path):
 def test_an_append_that_falls_short_leaves_no_half_line(tmp_path, monkeypatch):
     files.append_line(tmp_path / "log", "whole")
 
-    class Short:
-        def __getattr__(self, name):
-            return getattr(os, name)
-
-        def write(self, descriptor, data):
-            return os.write(descriptor, data[:3])
-
-    monkeypatch.setattr(files, "os", Short())
+    short = But(write=lambda descriptor, data: os.write(descriptor, data[:3]))
+    monkeypatch.setattr(files, "os", short)
     with pytest.raises(OSError, match="only 3 of 12 bytes were written"):
         files.append_line(tmp_path / "log", "second line")
     assert (tmp_path / "log").read_text() == "whole\n"
@@ -117,14 +112,10 @@ def test_reserved_space_is_really_taken(tmp_path):
 
 
 def test_more_space_than_there_is_is_refused_and_none_is_taken_meanwhile(tmp_path, monkeypatch):
-    class Asked:
-        def __getattr__(self, name):
-            return getattr(os, name)
+    def take_all(*_):
+        raise AssertionError("all that is left would be taken")
 
-        def posix_fallocate(self, *_):
-            raise AssertionError("all that is left would be taken")
-
-    monkeypatch.setattr(files, "os", Asked())
+    monkeypatch.setattr(files, "os", But(posix_fallocate=take_all))
     with (
         files.create(tmp_path / "x") as file,
         pytest.raises(OSError, match="8,796,093,022,208 bytes are needed, ") as caught,
@@ -134,16 +125,10 @@ def test_more_space_than_there_is_is_refused_and_none_is_taken_meanwhile(tmp_pat
 
 
 def test_what_a_file_has_is_not_needed_again(tmp_path, monkeypatch):
-    class Crowded:
-        def __getattr__(self, name):
-            return getattr(os, name)
-
-        def fstatvfs(self, _):
-            return SimpleNamespace(f_blocks=1, f_bavail=1, f_frsize=4096)
-
+    one_page = SimpleNamespace(f_blocks=1, f_bavail=1, f_frsize=4096)
     with files.create(tmp_path / "x") as file:
         file.reserve(1 << 20)
-        monkeypatch.setattr(files, "os", Crowded())
+        monkeypatch.setattr(files, "os", But(fstatvfs=lambda _: one_page))
         file.reserve((1 << 20) + 4096)
         with pytest.raises(OSError, match="4,096 are free"):
             file.reserve((1 << 20) + 3 * 4096)
@@ -151,14 +136,7 @@ def test_what_a_file_has_is_not_needed_again(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL])
 def test_where_nothing_can_be_reserved_the_free_space_is_looked_at(tmp_path, monkeypatch, code):
-    class NoReserve:
-        def __getattr__(self, name):
-            return getattr(os, name)
-
-        def posix_fallocate(self, *_):
-            raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(files, "os", NoReserve())
+    monkeypatch.setattr(files, "os", But(posix_fallocate=refusing(code)))
     with files.create(tmp_path / "x") as file:
         file.reserve(1000)
         assert file.size == 1000
@@ -341,14 +319,7 @@ def test_an_error_of_the_system_becomes_the_callers_error():
 
 
 def test_a_disk_that_takes_nothing_is_an_error_not_a_hang(tmp_path, monkeypatch):
-    class Idle:
-        def __getattr__(self, name):
-            return getattr(os, name)
-
-        def pwrite(self, descriptor, data, offset):
-            return 0
-
-    monkeypatch.setattr(files, "os", Idle())
+    monkeypatch.setattr(files, "os", But(pwrite=lambda *_: 0))
     with pytest.raises(OSError, match="nothing was written"):
         files.write_new(tmp_path / "x", b"123")
 

@@ -1,7 +1,7 @@
 """A checkpoint in another layout or for another mesh is the same checkpoint."""
 
+import errno
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from counting import Counting
+from crash.system import But, refusing
 from surefoot.checkpoint.converting._resharding import plan_reshard, reshard
 from surefoot.checkpoint.disk.folder import open_checkpoint
 from surefoot.checkpoint.loading import load
@@ -254,14 +255,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     path, _ = saved(tmp_path)
     before = tree_bytes(tmp_path)
 
-    class Full:
-        def posix_fallocate(self, *_):
-            raise OSError(28, "No space left on device")
-
-        def __getattr__(self, name):
-            return getattr(os, name)
-
-    monkeypatch.setattr(files, "os", Full())
+    monkeypatch.setattr(files, "os", But(posix_fallocate=refusing(errno.ENOSPC)))
     with pytest.raises(CheckpointError, match="the disk is full"):
         reshard(path, tmp_path / "out", layout="distributed", mesh=Mesh(1, 2))
     monkeypatch.undo()

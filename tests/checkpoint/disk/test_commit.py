@@ -1,5 +1,6 @@
 """A folder becomes a checkpoint at one stroke; what is cut short is cleaned, what lives is not."""
 
+import errno
 import fcntl
 import os
 import signal
@@ -10,6 +11,7 @@ import time
 
 import pytest
 
+from crash.system import But, refusing
 from surefoot.checkpoint.disk.commit import (
     clean,
     clean_leftovers,
@@ -183,22 +185,18 @@ def test_a_save_starts_again_if_its_folder_is_cleaned_at_the_first_moment(tmp_pa
     """Another process may clean between making the folder and locking the manifest."""
     taken = []
 
-    class Meddler:
-        def __getattr__(self, name):
-            return getattr(os, name)
+    def meddle(path, flags, *args, **kwargs):
+        if str(path).endswith("manifest.json") and flags & os.O_CREAT and len(taken) < 2:
+            taken.append(path)
+            if len(taken) == 1:  # before the file is there
+                path.parent.rmdir()
+            else:  # after it is there, before it is locked
+                descriptor = os.open(path, flags, *args, **kwargs)
+                files.remove_tree(path.parent)
+                return descriptor
+        return os.open(path, flags, *args, **kwargs)
 
-        def open(self, path, flags, *args, **kwargs):
-            if str(path).endswith("manifest.json") and flags & os.O_CREAT and len(taken) < 2:
-                taken.append(path)
-                if len(taken) == 1:  # before the file is there
-                    path.parent.rmdir()
-                else:  # after it is there, before it is locked
-                    descriptor = os.open(path, flags, *args, **kwargs)
-                    files.remove_tree(path.parent)
-                    return descriptor
-            return os.open(path, flags, *args, **kwargs)
-
-    monkeypatch.setattr(files, "os", Meddler())
+    monkeypatch.setattr(files, "os", But(open=meddle))
     publish(tmp_path, 5)
     assert len(taken) == 2
     assert names(tmp_path) == ["checkpoint-5"]
@@ -207,18 +205,14 @@ def test_a_save_starts_again_if_its_folder_is_cleaned_at_the_first_moment(tmp_pa
 def test_a_save_starts_again_if_a_cleaner_has_the_lock_first(tmp_path, monkeypatch):
     held = []
 
-    class Faster:
-        def __getattr__(self, name):
-            return getattr(os, name)
+    def open_second(path, flags, *args, **kwargs):
+        descriptor = os.open(path, flags, *args, **kwargs)
+        if flags & os.O_CREAT and not held:
+            held.append(os.open(path, os.O_RDWR))
+            fcntl.flock(held[0], fcntl.LOCK_EX)
+        return descriptor
 
-        def open(self, path, flags, *args, **kwargs):
-            descriptor = os.open(path, flags, *args, **kwargs)
-            if flags & os.O_CREAT and not held:
-                held.append(os.open(path, os.O_RDWR))
-                fcntl.flock(held[0], fcntl.LOCK_EX)
-            return descriptor
-
-    monkeypatch.setattr(files, "os", Faster())
+    monkeypatch.setattr(files, "os", But(open=open_second))
     publish(tmp_path, 5)
     os.close(held[0])
     assert len(names(tmp_path)) == 2  # the cleaner would have removed the other one
@@ -261,16 +255,12 @@ def test_cleaners_and_savers_at_once_never_harm_each_other(tmp_path):
 
 
 def test_a_folder_that_is_taken_away_again_and_again_is_an_error(tmp_path, monkeypatch):
-    class Thief:
-        def __getattr__(self, name):
-            return getattr(os, name)
+    def steal(path, flags, *args, **kwargs):
+        if flags & os.O_CREAT:
+            path.parent.rmdir()
+        return os.open(path, flags, *args, **kwargs)
 
-        def open(self, path, flags, *args, **kwargs):
-            if flags & os.O_CREAT:
-                path.parent.rmdir()
-            return os.open(path, flags, *args, **kwargs)
-
-    monkeypatch.setattr(files, "os", Thief())
+    monkeypatch.setattr(files, "os", But(open=steal))
     with pytest.raises(CheckpointError, match="keeps deleting"):
         publish(tmp_path, 5)
 
@@ -298,45 +288,31 @@ def test_a_damaged_checkpoint_makes_way_for_a_new_one(tmp_path):
 
 
 def test_a_root_that_cannot_be_listed_is_an_error_of_the_checkpoint(tmp_path, monkeypatch):
-    class Denied:
-        def __getattr__(self, name):
-            return getattr(os, name)
-
-        def listdir(self, path):
-            raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(files, "os", Denied())
+    monkeypatch.setattr(files, "os", But(listdir=refusing(errno.EACCES)))
     for function in (named, committed, clean):
         with pytest.raises(CheckpointError, match="no permission"):
             function(tmp_path)
 
 
-class LostAnswer:
-    """A network disk that renames, loses its answer, and is asked again: nothing is there then."""
-
-    def __getattr__(self, name):
-        return getattr(os, name)
-
-    def rename(self, old, new):
-        old.rename(new)
-        old.rename(new)
-
-
 def test_a_rename_whose_answer_was_lost_is_a_commit(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "os", LostAnswer())
+    def rename(old, new):
+        """A network disk renames, loses its answer, and is asked again: nothing is there then."""
+        old.rename(new)
+        old.rename(new)
+
+    monkeypatch.setattr(files, "os", But(rename=rename))
     target = publish(tmp_path, 5)
     assert committed(tmp_path) == [target]
     assert names(target) == ["file", "manifest.json"]
 
 
 def test_a_rename_that_failed_is_no_commit_even_if_somebody_else_was_faster(tmp_path, monkeypatch):
-    class Refusing(LostAnswer):
-        def rename(self, old, new):
-            new.mkdir()
-            (new / "manifest.json").write_text("another's")
-            raise FileExistsError(17, "File exists", str(new))
+    def rename(old, new):
+        new.mkdir()
+        (new / "manifest.json").write_text("another's")
+        raise FileExistsError(17, "File exists", str(new))
 
-    monkeypatch.setattr(files, "os", Refusing())
+    monkeypatch.setattr(files, "os", But(rename=rename))
     with pytest.raises(OSError, match="File exists"):
         publish(tmp_path, 5)
     assert (tmp_path / "checkpoint-5" / "manifest.json").read_text() == "another's"

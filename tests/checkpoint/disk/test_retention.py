@@ -1,8 +1,8 @@
 """Old checkpoints go, the newest and the protected stay, whatever happens in between."""
 
+import errno
 import json
 import math
-import os
 from dataclasses import replace
 
 import pytest
@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import commands
+from crash.system import But, refusing
 from project import checkpoints
 from surefoot.checkpoint import AsyncSaver, save
 from surefoot.checkpoint.disk.commit import clean, committed
@@ -49,15 +50,8 @@ def test_a_removal_that_is_cut_short_leaves_no_half_checkpoint(tmp_path, monkeyp
     publish(tmp_path, 1)
     publish(tmp_path, 2)
 
-    class Failing:
-        def __getattr__(self, name):
-            return getattr(os, name)
-
-        def rmdir(self, path):
-            raise OSError(5, "Input/output error", str(path))
-
     with monkeypatch.context() as patch:
-        patch.setattr(files, "os", Failing())
+        patch.setattr(files, "os", But(rmdir=refusing(errno.EIO)))
         with pytest.raises(CheckpointError, match="cannot delete an old checkpoint"):
             drop_all([tmp_path / "checkpoint-1"])
     assert [p.name for p in committed(tmp_path)] == ["checkpoint-2"]
