@@ -12,8 +12,8 @@ import ranks
 import small
 import tiny
 from surefoot.checkpoint.loading import load
-from surefoot.checkpoint.saving._writing import write
-from surefoot.checkpoint.saving.preparation import WriterGroup, prepare
+from surefoot.checkpoint.saving.preparation import WriterGroup
+from surefoot.checkpoint.saving.preparation import save as write
 from surefoot.checkpoint.saving.saver import AsyncSaver
 from surefoot.data.section import DataSection
 from surefoot.data.store.dataset import in_memory
@@ -86,10 +86,8 @@ def trainer(
     for head in draft.heads.modules.values():  # which begin at 0
         torch.nn.init.normal_(head.to(inner.dtype).weight, std=0.3)
     network = finish(draft, ON_THE_MESH)
-    writers = WriterGroup(
-        "full", world.rank, world.size, world.axes, world.gathered, world.from_main
-    )
-    saver = AsyncSaver(folder, kind=network.weights.kind, has_lock=True, writers=writers, keep=3)
+    group = replace(writers(world), from_first=world.from_main)
+    saver = AsyncSaver(folder, kind=network.weights.kind, has_lock=True, writers=group, keep=3)
     data = TrainingData(in_memory(examples or small.examples()), {})
 
     def opened(role):
@@ -151,13 +149,16 @@ def compare(count, folder, *, parallel, steps=2, close=CLOSE, **changes):
 
 def save(made, folder, layout="full"):
     """Write what all ranks hold as one checkpoint, now."""
-    world = made.world
-    crew = WriterGroup(layout, world.rank, world.size, world.axes, world.gathered)
     states = {name: state for name, state in made.states.items() if name != "random"}
-    job, live = prepare(folder, made.state.global_step, states, kind=made.saver.kind, writers=crew)
-    write(replace(job, share=False), live)
-    world.wait()
-    return job.target
+    step, group = made.state.global_step, writers(made.world, layout)
+    path = write(folder, step, states, kind=made.saver.kind, writers=group)
+    made.world.wait()
+    return path
+
+
+def writers(world, layout="full", exchange=None):
+    """The ranks of ``world``, which save together."""
+    return WriterGroup(layout, world.rank, world.size, world.axes, exchange or world.gathered)
 
 
 def resume(made, folder):

@@ -1,6 +1,6 @@
 """Optimizer state that is not shaped like its parameters, over ranks; and who cannot have it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import ranks
 import surefoot.checkpoint as ckpt
-from surefoot.checkpoint.saving._writing import write
-from surefoot.checkpoint.saving.preparation import WriterGroup, prepare
+from spread import writers
 from surefoot.checkpoint.state.states import FileState
 from surefoot.errors import RecipeError
 from surefoot.optim.optimizer import Optimizer
@@ -107,12 +106,10 @@ class Weights(dict):
 
 
 def save(world, trained, folder, step, layout):
-    crew = WriterGroup(layout, world.rank, world.size, world.axes, world.gathered)
     states = {"model": Weights(trained.named), "optimizer": FileState(trained)}
-    job, live = prepare(folder, step, states, writers=crew)
-    write(replace(job, share=False), live)
+    path = ckpt.save(folder, step, states, writers=writers(world, layout))
     world.wait()
-    return job.target
+    return path
 
 
 def resumed(world, folder):

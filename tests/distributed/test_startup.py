@@ -3,6 +3,7 @@
 import errno
 import os
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -16,8 +17,7 @@ import ranks
 import small
 import tiny
 from counting import Counting
-from spread import learn, save
-from surefoot.checkpoint.saving.preparation import WriterGroup
+from spread import learn, save, writers
 from surefoot.checkpoint.saving.saver import AsyncSaver
 from surefoot.data.section import DataSection
 from surefoot.data.store.dataset import in_memory
@@ -69,11 +69,9 @@ def begun(world, folder, *, method=None, model=None, tokens=(), packing=False, p
         {"policy": folder},
         *(codec, world, lambda needs_start: policy, None),
     )
-    writers = WriterGroup(
-        "full", world.rank, world.size, world.axes, world.gathered, world.from_main
-    )
+    group = replace(writers(world), from_first=world.from_main)
     saver = AsyncSaver(
-        folder / "out", kind=policy.weights.kind, has_lock=True, writers=writers, keep=3
+        folder / "out", kind=policy.weights.kind, has_lock=True, writers=group, keep=3
     )
     made = build_trainer(recipe, codec, networks, columns, saver, (), nullcontext())
     assert policy.sharing.is_proven == packing, "prompts may be shared"

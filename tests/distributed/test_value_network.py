@@ -7,9 +7,9 @@ import torch
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ranks
+from spread import writers
 from surefoot.checkpoint.loading import load
-from surefoot.checkpoint.saving._writing import write
-from surefoot.checkpoint.saving.preparation import WriterGroup, prepare
+from surefoot.checkpoint.saving.preparation import save
 from surefoot.checkpoint.state.states import FileState, UnshardedState
 from surefoot.checkpoint.verification import verify
 
@@ -65,10 +65,9 @@ def leaves(state):
 
 def write_from(count, root, layout):
     def work(world):
-        crew = WriterGroup(layout, world.rank, world.size, world.axes, world.gathered)
-        saved = write(*prepare(root, 3, states(world, 2.0), writers=crew))
+        path = save(root, 3, states(world, 2.0), writers=writers(world, layout))
         world.wait()
-        return saved.path
+        return path
 
     mesh = {"dp_shard": count} if count > 1 else {}
     return ranks.run(count, work, **mesh)[0]

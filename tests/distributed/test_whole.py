@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 import ranks
 import tiny
-from spread import UNEVEN, learn, resume, save, trainer
+from spread import UNEVEN, learn, resume, save, trainer, writers
 from surefoot.checkpoint.disk.folder import open_checkpoint
 from surefoot.checkpoint.saving._writer_process import Background
-from surefoot.checkpoint.saving.preparation import WriterGroup, prepare
+from surefoot.checkpoint.saving.preparation import prepare
 from surefoot.checkpoint.verification import verify
 from surefoot.methods import Freeze, LoRA
 from surefoot.parallel.world import ALONE
@@ -39,11 +39,11 @@ def states_of(made):
     return {name: state for name, state in made.states.items() if name != "random"}
 
 
-def save_in_background(made, crew, flight, parent=None):
+def save_in_background(made, group, flight, parent=None):
     """As the loop does: a snapshot, and a process beside that writes it."""
     step = made.state.global_step
     folder, kind = made.saver.root, made.saver.kind
-    job, live = prepare(folder, step, states_of(made), kind=kind, writers=crew, parent=parent)
+    job, live = prepare(folder, step, states_of(made), kind=kind, writers=group, parent=parent)
     flight.start(job, live)
     return job
 
@@ -69,9 +69,8 @@ def test_the_files_are_those_that_one_process_writes(case, mesh, tmp_path):
     def work(world):
         made = trainer(world, tmp_path / "many", **changes)
         learn(made, 2)
-        crew = WriterGroup("full", world.rank, world.size, world.axes, world.gathered)
         flight = Background()
-        job = save_in_background(made, crew, flight)
+        job = save_in_background(made, writers(world), flight)
         learn(made, 1)  # the snapshot does not mind
         flight.wait()
         world.wait()
@@ -122,8 +121,7 @@ def test_none_writes_much_more_than_another(count, mesh, tmp_path):
     def work(world):
         made = trainer(world, tmp_path, **{**FULL, "hidden_size": 64})
         learn(made, 1)
-        crew = WriterGroup("full", world.rank, world.size, world.axes, world.gathered)
-        _, live = prepare(tmp_path, 1, states_of(made), writers=crew)
+        _, live = prepare(tmp_path, 1, states_of(made), writers=writers(world))
         groups = [tensors for role, tensors in live.groups.items() if role != "state"]
         return sum(t.numel() * t.element_size() for group in groups for t in group.values())
 
@@ -146,11 +144,11 @@ def test_frozen_weights_share_the_file_of_the_checkpoint_before(layout, tmp_path
             said.append(value)
             return world.gathered(value)
 
-        crew = WriterGroup(layout, world.rank, world.size, world.axes, exchange)
+        group = writers(world, layout, exchange)
         flight, found = Background(), []
         for parent in (None, "checkpoint-1", "checkpoint-2"):
             learn(made, 1)
-            save_in_background(made, crew, flight, parent)
+            save_in_background(made, group, flight, parent)
             found.append(flight.wait())
             world.wait()
         flight.close()
@@ -175,9 +173,8 @@ def test_other_numbers_of_processes_write_frozen_weights_anew(tmp_path):
         if parent is not None:
             resume(made, tmp_path / parent)
         learn(made, 1)
-        crew = WriterGroup("full", world.rank, world.size, world.axes, world.gathered)
         flight = Background()
-        save_in_background(made, crew, flight, parent)
+        save_in_background(made, writers(world), flight, parent)
         found = flight.wait()
         world.wait()
         flight.close()
@@ -194,8 +191,7 @@ def test_other_numbers_of_processes_write_frozen_weights_anew(tmp_path):
 def test_one_that_cannot_reserve_the_space_stops_all_before_a_byte_is_written(tmp_path):
     def work(world):
         made = trainer(world, tmp_path, **FULL)
-        crew = WriterGroup("full", world.rank, world.size, world.axes, world.gathered)
-        job, live = prepare(tmp_path, 1, states_of(made), writers=crew)
+        job, live = prepare(tmp_path, 1, states_of(made), writers=writers(world))
         shards = [
             replace(shard, plan=replace(shard.plan, header=replace(h, file_size=1 << 43)))
             for shard in job.shards

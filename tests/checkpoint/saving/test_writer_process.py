@@ -18,7 +18,7 @@ from surefoot.checkpoint.disk.commit import being_written, clean, committed
 from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.saving._snapshot_buffer import (
     FileImages,
-    Snapshot,
+    JobSnapshot,
     SnapshotBuffer,
     places,
 )
@@ -224,7 +224,7 @@ def test_a_writer_whose_trainer_died_before_the_folder_was_there_gives_up(tmp_pa
     arena = SnapshotBuffer.create(size)
     images = FileImages(arena, starts, job.shards)
     take(images, live.groups)
-    message = json.dumps(Snapshot(job, images, {}).dump()) + "\n"
+    message = json.dumps(JobSnapshot(job, images, {}).dump()) + "\n"
     command = [
         sys.executable,
         "-m",

@@ -212,7 +212,7 @@ def _append(stretches: list[ByteRange], end: int, offset: int, length: int) -> i
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class JobSnapshot:
     """A job, and where its bytes are in the buffer: all that a writer process needs."""
 
     job: Job

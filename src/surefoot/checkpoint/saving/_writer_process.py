@@ -28,7 +28,7 @@ import surefoot
 from ...errors import STOP_SIGNALS, CheckpointError
 from ...storage.folder_lock import StallWatch, state_of
 from ..disk.commit import clean, parts_of
-from ._snapshot_buffer import FileImages, Snapshot, SnapshotBuffer, image_of, places
+from ._snapshot_buffer import FileImages, JobSnapshot, SnapshotBuffer, image_of, places
 from ._writing import MOST_ATTEMPTS, Job, Saved, write
 from .preparation import LiveTensors
 
@@ -48,7 +48,7 @@ class Background:
         self._arena: SnapshotBuffer | None = None
         self._is_pinned = False  # whether GPUs copy straight into it
         self._writer: _Writer | None = None
-        self._snapshot: Snapshot | None = None  # of the save in flight
+        self._snapshot: JobSnapshot | None = None  # of the save in flight
 
     @property
     def target(self) -> Path | None:
@@ -99,7 +99,7 @@ class Background:
         small = dict(zip(job.small, zip(starts[len(sizes) :], blobs, strict=True), strict=True))
         for name, (start, length) in small.items():
             arena.view[start : start + length] = job.small[name]
-        self._send(Snapshot(job, images, small))
+        self._send(JobSnapshot(job, images, small))
 
     def poll(self) -> Saved | None:
         """The save that has ended since the last call; raises if it failed."""
@@ -127,7 +127,7 @@ class Background:
                 self._arena.close()
             self._writer, self._arena, self._is_pinned = None, None, False
 
-    def _end(self, snapshot: Snapshot) -> Saved | None:
+    def _end(self, snapshot: JobSnapshot) -> Saved | None:
         """Wait for the end of an attempt: what was saved, or None if another attempt was started.
 
         A killed writer process is replaced, and all ranks of a joint save retry when one of them
@@ -163,7 +163,7 @@ class Background:
                 self._is_pinned = pin(self._arena)
         return self._arena
 
-    def _send(self, snapshot: Snapshot) -> None:
+    def _send(self, snapshot: JobSnapshot) -> None:
         """Let the writer process write a snapshot; a process that has died is replaced."""
         if self._writer is not None and not self._writer.is_alive:
             self._writer.close()
