@@ -125,7 +125,7 @@ def test_plain_text_has_no_generations(tmp_path):
     )
     surefoot.train(recipe)
     found = json.loads(run(recipe, "--json").stdout)
-    assert "answers" not in found
+    assert found["examples"] == 3 and "answers" not in found
     assert found["generations"] is None
     assert "exact match" not in run(recipe).stdout
     assert not list((tmp_path / "run").glob("generations*"))

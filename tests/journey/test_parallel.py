@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from project import Project, checkpoints, losses, start, surefoot
+import surefoot as library
+from project import Project, checkpoints, in_child, losses, start, surefoot
 from surefoot.checkpoint.disk.commit import being_written
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.sources import read_whole
@@ -26,6 +27,11 @@ OPTIM = {"adamw": {"learning_rate": 0.003, "schedule": "constant"}}  # runs here
 
 def processes(count, **others):
     return [f"parallel.num_processes={count}", *(f"parallel.{n}={v}" for n, v in others.items())]
+
+
+def alone(project, **overrides):
+    """The run of one process, which needs no command."""
+    assert in_child(lambda: library.train(project.recipe, **overrides)) == 0
 
 
 def train(project, *overrides, code=0, **options):
@@ -48,7 +54,7 @@ def assert_close(a, b):
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
     project = Project(tmp_path_factory.mktemp("one"), optim=OPTIM, train={"max_steps": 8})
-    train(project)
+    alone(project)
     return project
 
 
@@ -72,15 +78,15 @@ def test_two_processes_learn_what_one_learns_and_one_goes_on_from_them(one, tmp_
 def test_two_that_share_the_layers_learn_and_measure_what_one_does_and_one_goes_on(tmp_path):
     train_section = {"max_steps": 8, "eval_steps": 3}
     sections = {"data": {"val_size": 5}, "train": train_section, "optim": OPTIM}
-    project, alone = Project(tmp_path / "two", **sections), Project(tmp_path / "one", **sections)
-    train(alone)
+    project, single = Project(tmp_path / "two", **sections), Project(tmp_path / "one", **sections)
+    alone(single)
     train(project, *processes(2, pp=2), "train.max_steps=6")
     saved = checkpoints(project.run)[-1]
     assert verify(saved, full=True).ok
-    train(project, *processes(1))
-    ours, theirs = (history(checkpoints(p.run)[-1]) for p in (project, alone))
+    alone(project)
+    ours, theirs = (history(checkpoints(p.run)[-1]) for p in (project, single))
     assert ours == {key: pytest.approx(value, abs=CLOSE) for key, value in theirs.items()}
-    assert_close(weights(checkpoints(project.run)[-1]), weights(checkpoints(alone.run)[-1]))
+    assert_close(weights(checkpoints(project.run)[-1]), weights(checkpoints(single.run)[-1]))
 
 
 def history(saved):
@@ -92,7 +98,7 @@ def history(saved):
 
 def test_two_go_on_from_one_and_end_in_the_same_bits_when_killed(tmp_path):
     project = Project(tmp_path, optim=OPTIM, train={"max_steps": 20})
-    train(project, "train.max_steps=3")
+    alone(project, **{"train.max_steps": 3})
     whole = shutil.copytree(project.run, tmp_path / "whole")
     process = start("train", project.recipe, *processes(2))
     while process.poll() is None and num_logged(project) < 8:

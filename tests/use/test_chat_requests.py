@@ -3,10 +3,9 @@ import math
 
 import pytest
 import torch
-from click.testing import CliRunner
 
+from commands import ok
 from folders import save_model
-from surefoot.cli.main import main
 from surefoot.use import open_model
 
 
@@ -19,9 +18,8 @@ def folder(tmp_path_factory):
 
 def ask(folder, *requests):
     lines = "\n".join(one if isinstance(one, str) else json.dumps(one) for one in requests)
-    done = CliRunner().invoke(main, ["chat", str(folder), "--json"], input=f"{lines}\n")
-    assert done.exit_code == 0, done.output
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    shown = ok("chat", folder, "--json", stdin=f"{lines}\n")
+    return [json.loads(line) for line in shown.splitlines()]
 
 
 def user(*texts):

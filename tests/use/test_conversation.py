@@ -86,17 +86,6 @@ def test_an_answer_that_stops_by_itself_says_so(opened):
     assert found.text == opened.tokenizer.decode(ids[: ids.index(ids[3])])
 
 
-def test_a_full_window_is_said_and_loses_nothing(tmp_path):
-    small = open_model(save_model(tmp_path / "small", max_position_embeddings=64))
-    conversation = Conversation(small, SHORT)
-    conversation.ask("Hi")
-    before = list(conversation.messages)
-    with pytest.raises(RunError, match=r"no room for a response.*length is 64"):
-        conversation.ask("x" * 60)
-    assert conversation.messages == before
-    assert conversation.ask("ok").text is not None
-
-
 def test_an_interrupted_answer_keeps_what_was_shown(opened):
     whole = Conversation(opened, SHORT).ask("Hi").text
     shown = []

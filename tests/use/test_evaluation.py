@@ -23,11 +23,11 @@ def example(*texts, **fields):
     return Example(turns, origin="made:0", **fields)
 
 
-@pytest.fixture(scope="module", params=["full", {"lora": {"rank": 2}}], ids=["full", "lora"])
-def trained(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
     """A finished run and its recipe."""
     folder = tmp_path_factory.mktemp("trained")
-    path = save_recipe(folder, method=request.param, data={"val_size": 7})
+    path = save_recipe(folder, data={"val_size": 7})
     return surefoot.train(path), load(path), folder
 
 

@@ -1,10 +1,8 @@
 """What is evaluated on is what training kept out, whichever model is asked."""
 
-import json
-
 import pytest
 
-from folders import save_data, save_model, save_recipe, tokenizer
+from folders import save_data, save_recipe, tokenizer
 from surefoot.data.text.codec import Codec
 from surefoot.data.text.templates import load_template
 from surefoot.data.training_data import open_stream
@@ -144,15 +142,3 @@ def test_nothing_to_evaluate_on_is_said_with_what_to_do(tmp_path):
         held_out(recipe, open_codec(recipe))
     with pytest.raises(DataError, match=r"'sumz'.*sums"):
         held_out(recipe, open_codec(recipe), dataset="sumz")
-
-
-def test_plain_texts_are_held_out_too(tmp_path):
-    save_model(tmp_path / "model")
-    (tmp_path / "data").mkdir()
-    rows = [{"text": f"Once upon a time {i}."} for i in range(8)]
-    (tmp_path / "data" / "t.json").write_text(json.dumps(rows))
-    info = {"t": {"file_name": "t.json", "columns": {"prompt": "text"}}}
-    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
-    recipe = load(save_recipe(tmp_path, stage="pt", data={"datasets": ["t"], "val_size": 3}))
-    (part,) = held_out(recipe, Codec(tokenizer(None), None, recipe.data))
-    assert len(part.examples) == 3

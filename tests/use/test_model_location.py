@@ -235,15 +235,3 @@ def test_a_folder_with_broken_json_is_refused(tmp_path):
     (tmp_path / "base" / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config\.json"):
         locate(tmp_path / "base")
-
-
-def test_a_best_checkpoint_that_is_gone_leaves_the_newest(tmp_path):
-    recipe = save_recipe(
-        tmp_path,
-        train={"load_best_model_at_end": True, "max_steps": 4, "eval_steps": 1},
-        optim={"adamw": {"learning_rate": 1.0, "schedule": "constant"}},
-    )
-    best = tmp_path / "run" / f"checkpoint-{surefoot.train(recipe).best_global_step}"
-    assert locate(tmp_path / "run").folder == best
-    shutil.rmtree(best)
-    assert locate(tmp_path / "run").folder == tmp_path / "run" / "checkpoint-4" != best

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
+from torch.distributed.tensor import DTensor
 
 import folders
 from surefoot.batch import OutputSpec
@@ -92,3 +94,27 @@ def kept(model, micro_batch, precision="fp32"):
         found = total(model, micro_batch, head)
     assert found.requires_grad
     return sum(storage.nbytes() for storage in saved.values())
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def resized(tell, set_attribute=setattr):
+    """Let FSDP2 tell of bytes that it gives to and takes from its storages; how many there are."""
+    given = [0]
+
+    def changed(function):
+        def call(tensor):
+            before = tensor.untyped_storage().size()
+            function(tensor)
+            given[0] += tensor.untyped_storage().size() - before
+            tell()
+
+        return call
+
+    for name in ("alloc_storage", "free_storage"):
+        told = changed(getattr(_fsdp_param, name))
+        for user in (_fsdp_param, _fsdp_param_group):
+            set_attribute(user, name, told)
+    return given

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -9,8 +10,6 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
@@ -26,7 +25,7 @@ from surefoot.use.estimate._dry_run import LiveBytes, describe, dry_run_batch
 from surefoot.use.estimate._memory_model import MeshShape, Pass, Snapshot, Weight, gathered, memory
 from surefoot.use.estimate._rank_memory import Machine, memory_of
 
-from .scene import batch, head_of, policy, recipe, skeleton, total
+from .scene import batch, head_of, local, policy, recipe, resized, skeleton, total
 
 NOTHING = Pass(Snapshot(0, 0, 0), Snapshot(0, 0, 0), 0, 0)
 METHODS = ["full", {"freeze": {"num_layers": 2}}, {"lora": {"rank": 3}}]
@@ -45,10 +44,6 @@ def stepped(made, model):
         sum(local(tensor).nbytes for tensor in tensors)
         for tensors in (own, [p.grad for _, p in learning], states)
     )
-
-
-def local(tensor):
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
@@ -185,25 +180,6 @@ def test_frozen_layers_are_gathered_but_have_no_gradients():
     assert (found.between, found.at_work, found.at_end) == (0, 3 * 2 * 10, 0)
 
 
-@pytest.fixture
-def resized(monkeypatch):
-    """Bytes that FSDP2 has given to and taken from its storages, and whom to tell of it."""
-    state = {"bytes": 0, "tell": lambda: None}
-
-    def changed(function):
-        def call(tensor):
-            before = tensor.untyped_storage().size()
-            function(tensor)
-            state["bytes"] += tensor.untyped_storage().size() - before
-            state["tell"]()
-
-        return call
-
-    for name in ("alloc_storage", "free_storage"):
-        monkeypatch.setattr(_fsdp_param, name, changed(getattr(_fsdp_param, name)))
-    return state
-
-
 @pytest.mark.parametrize(
     ("method", "precision", "again"),
     [
@@ -215,7 +191,7 @@ def resized(monkeypatch):
     ],
 )
 def test_the_peak_of_one_of_three_is_what_fsdp_takes(
-    tmp_path, three_processes, resized, method, precision, again
+    tmp_path, three_processes, monkeypatch, method, precision, again
 ):
     sizes = {"hidden_size": 256, "intermediate_size": 704, "head_dim": 64, "vocab_size": 2000}
     sizes["num_hidden_layers"] = 4
@@ -231,11 +207,14 @@ def test_the_peak_of_one_of_three_is_what_fsdp_takes(
     model, section = policy(made), ParallelSection(reshard_after_forward=again)
     head = head_of(model)
     shard(model, inner(model), three_processes(1, 3), section, dtype=dtype)
+    at_work = []
+    patch = partial(monkeypatch.setattr, raising=False)
+    given = resized(lambda: [live.look() for live in at_work], patch)
     for _ in range(2):  # gradients and storages are there the second time
-        resized["bytes"], gradients = 0, sum(local(p.grad).nbytes for p in grown(model))
+        given[0], gradients = 0, sum(local(p.grad).nbytes for p in grown(model))
         own = [*map(local, model.parameters()), *model.buffers()]
-        with LiveBytes(own, 10**9, lambda: resized["bytes"]) as live:
-            resized["tell"] = live.look
+        with LiveBytes(own, 10**9, lambda: given[0]) as live:
+            at_work[:] = [live]
             with autocast(precision, torch.device("cpu")):
                 loss = total(model, micro_batch, head)
             loss.backward()

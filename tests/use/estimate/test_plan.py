@@ -31,11 +31,10 @@ def project(tmp_path):
 
 
 def test_steps_and_tokens_are_those_of_the_run(project):
-    before = plan(project, "train.max_steps=null", "train.num_epochs=2", "data.val_size=4")
-    state = surefoot.train(
-        load(project.recipe, ["train.max_steps=null", "train.num_epochs=2", "data.val_size=4"])
-    ).state
-    after = plan(project, "train.max_steps=null", "train.num_epochs=2", "data.val_size=4")
+    asked = ("train.max_steps=null", "train.num_epochs=2", "data.val_size=4")
+    before = plan(project, *asked)
+    state = surefoot.train(load(project.recipe, asked)).state
+    after = plan(project, *asked)
     assert before.course.steps == after.course.steps == state.global_step == 14
     assert after.course.tokens == state.num_input_tokens_seen
     assert after.rows_read is None
@@ -64,10 +63,9 @@ def test_a_sample_stands_for_all_rows(project, monkeypatch):
 
 def test_the_speed_of_a_run_that_has_begun_gives_the_time(project):
     assert plan(project).seconds is None
-    assert plan(project, tokens_per_second=50.0).seconds == pytest.approx(
-        plan(project).course.tokens / 50
-    )
-    surefoot.train(load(project.recipe))
+    asked = plan(project, tokens_per_second=50.0)
+    assert asked.seconds == pytest.approx(asked.course.tokens / 50)
+    surefoot.train(load(project.recipe, ["train.max_steps=2"]))
     speeds = [line["tokens_per_second"] for line in metrics(project.run)]
     found = plan(project)
     assert min(speeds) <= found.tokens_per_second <= max(speeds)

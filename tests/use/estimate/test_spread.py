@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 import ranks
@@ -17,34 +15,10 @@ from surefoot.parallel.tensor_parallel import cut_vocabulary, widened
 from surefoot.use.estimate._dry_run import LiveBytes, describe, dry_run_batch
 from surefoot.use.estimate._memory_model import MeshShape, memory
 
-from .scene import batch, policy, recipe, skeleton
+from .scene import batch, local, policy, recipe, resized, skeleton
 
 SIZES = {"hidden_size": 256, "intermediate_size": 704, "head_dim": 64, "vocab_size": 2001}
 SIZES["num_hidden_layers"] = 4
-
-
-def local(tensor):
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def resized(tell):
-    """Let FSDP2 tell of bytes that it gives to and takes from its storages; how many there are."""
-    given = [0]
-
-    def changed(function):
-        def call(tensor):
-            before = tensor.untyped_storage().size()
-            function(tensor)
-            given[0] += tensor.untyped_storage().size() - before
-            tell()
-
-        return call
-
-    for name in ("alloc_storage", "free_storage"):
-        told = changed(getattr(_fsdp_param, name))
-        for user in (_fsdp_param, _fsdp_param_group):
-            setattr(user, name, told)
-    return given
 
 
 def spread(world, made, micro_batch, precision, sequence):
