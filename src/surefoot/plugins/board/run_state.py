@@ -81,6 +81,8 @@ def state_of(folder: Path) -> RunState:
         heartbeat = None
     locked = is_locked(folder)
     process = launch or heartbeat
+    # A heartbeat decides nothing: in a long evaluation, or on a suspended machine, it is old, and
+    # the run lives (decisions/0062).
     if locked:
         name, evidence = "running", "lock"
     elif start is not None and is_alive(start):

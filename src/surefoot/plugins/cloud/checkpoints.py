@@ -56,6 +56,7 @@ def upload(store: Store, folder: Path, *, replace: bool = False) -> int:
         f"{store.address.inside(name)}: another checkpoint of this name exists there, and a "
         "checkpoint is never overwritten; does another process train with the same output_dir?"
     )
+    # Every byte is verified before the manifest makes a checkpoint of them there (decisions/0015).
     report = verify_checkpoint(folder, full=True)
     if not report.ok:
         raise CheckpointError(f"{report.problems[0]}; it is not uploaded")
@@ -73,8 +74,10 @@ def upload(store: Store, folder: Path, *, replace: bool = False) -> int:
     largest_first = sorted(sizes, key=lambda file: (-sizes[file], file))
     with files.raising(CheckpointError):
         in_parallel(lambda file: store.put(f"{name}/{file}", folder / file), largest_first, WORKERS)
+    # One listing proves that all files are there, at full length, before the manifest is.
     if wrong := _wrong_length(sizes, Contents(store.list(name)).inside(name)):
         raise StoreError(f"{store.address.inside(name)}/{wrong} after the upload")
+    # The commit. If its answer is lost, the next try finds these very bytes (decisions/0015).
     if not store.create(f"{name}/{MANIFEST}", manifest):
         raise taken
     return sum(sizes.values()) + len(manifest)

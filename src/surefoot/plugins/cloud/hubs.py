@@ -153,6 +153,8 @@ def _prefetch(kind: Kind, name: str, revision: str | None, chosen: _Chosen) -> N
             logger.info("downloading %s of %s: %d bytes", path, name, size)
             kind_of_hash = "sha256" if lfs is not None else "hash in git"
             for is_last in (False, True):
+                # By hand, since snapshot_download of huggingface_hub 2.4 writes to a random name,
+                # and so begins a killed download again (decisions/0078).
                 wrong = _load(url, cache / hash_, size, kind_of_hash)
                 if wrong is None:
                     break
@@ -238,6 +240,8 @@ class ModelScope:
         try:
             listed = api.list_repo_files(name, repo_type, revision=revision)
             for each in listed:
+                # modelscope-hub 0.5.1 writes `../../outside` of a listing outside of its folder
+                # (decisions/0078).
                 if ".." in (path := PurePosixPath(each.path)).parts or path.is_absolute():
                     raise HubError(f"{name} of ModelScope: {each.path!r} is outside of its folder")
             entries = [
@@ -267,6 +271,7 @@ class ModelScope:
             ) from None
         except (modelscope_hub.HubError, OSError, ValueError) as error:
             raise HubError(f"{name} of ModelScope: {error}") from None
+        # Without a network, the package returns half a snapshot as if it were complete.
         known.note(folder)
         return folder
 

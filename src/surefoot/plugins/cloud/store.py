@@ -95,6 +95,8 @@ class MissingError(StoreError):
 class RetryPolicy:
     """How long to retry, with growing random pauses, so that many clients do not retry together."""
 
+    # A time, not a number of tries as in botocore and s3fs: a store may be away for minutes
+    # (decisions/0078).
     seconds: float  # of trying, before an operation has failed
     _random: random.Random = field(default_factory=random.SystemRandom, repr=False)
 
@@ -175,6 +177,7 @@ PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}  # of ea
 _S3 = ("s3", "s3a")
 _FLAT = {*_S3, "gs", "gcs", "abfs", "abfss", "az", "adl", "memory", "oss", "r2", "tos"}
 PRECONDITION_FAILED = 412  # HTTP: the file that must not exist does
+# botocore, s3fs and the loop of RetryPolicy would multiply the tries of each other.
 _FEW = {"mode": "standard", "max_attempts": 2}  # by botocore; beyond that, ours
 _PART = 16 << 20  # bytes of one part of a large file on its way
 
@@ -249,8 +252,10 @@ class Store:
         def create() -> None:
             self._make_room(name)
             try:
+                # `If-None-Match: *` on S3, and its like elsewhere (decisions/0015).
                 self._files.pipe_file(self._at(name), data, mode="create")
             except (TypeError, NotImplementedError):
+                # A store with neither: a look before is the most that it allows.
                 if self._files.exists(self._at(name)):
                     raise FileExistsError(name) from None
                 self._files.pipe_file(self._at(name), data)

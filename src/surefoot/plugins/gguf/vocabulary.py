@@ -224,6 +224,8 @@ def _tokens(
 def _pre_tokenizer(content: Mapping[str, Any], where: str) -> str:
     """llama.cpp's name of the rule that splits a text before merging."""
     pre_tokenizer = content["pre_tokenizer"] or {}
+    # By its expression, not as in llama.cpp by a hash of the ids of a text: new tokens change the
+    # hash, and its table has published vocabularies only (decisions/0063).
     name = PRE_TOKENIZERS.get(_rule(pre_tokenizer)) or _nearest_rule(content, where)
     if name is None:
         raise ModelError(
@@ -344,6 +346,8 @@ def _scores(
     tokens: Sequence[str], types: Sequence[int], pairs: Sequence[Sequence[str]]
 ) -> list[float]:
     """The earlier a token is merged, the higher; SentencePiece merges the highest first."""
+    # llama.cpp joins the two pieces with the best score first, so a rank is a score, and neither
+    # tokenizer.model nor its package is needed (decisions/0063).
     ranks: dict[str, int] = {}
     for left, right in pairs:
         ranks.setdefault(left + right, len(ranks))

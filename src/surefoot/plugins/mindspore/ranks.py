@@ -188,6 +188,8 @@ def check_step(opened: Sequence[TensorFile]) -> None:
 
 def check_fit(slices: Mapping[str, Sequence[Slice]], strategy: Path) -> None:
     """Reject a strategy in which replicated slices differ, or different slices are equal."""
+    # Nothing says that these files and this strategy belong together, so the values have to:
+    # whoever has the same part has the same first kilobyte (decisions/0032).
     for name, parts in slices.items():
         heads = {part.rank: _head(part.stored.file, name) for part in parts}
         part_at: dict[Box, Slice] = {}

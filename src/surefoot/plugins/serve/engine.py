@@ -104,6 +104,7 @@ class EngineThread:
             for request, settings in requests:
                 if request.index in self._dropped:
                     continue
+                # Its prompt was prepared while the model was unloaded: it would wait for ever.
                 if lane not in self._lanes:
                     self._events.append((sink, FailedRequest(request.index, ModelGoneError())))
                     continue

@@ -165,4 +165,5 @@ def _section(body: SamplingBody, model: ServedModel, most: int) -> GenerateSecti
     options["top_k"] = None if body.top_k is None else max(body.top_k, 0)
     stop = (body.stop,) if isinstance(body.stop, str) else body.stop
     options["stop"] = None if stop is None else tuple(stop)
+    # What a request leaves open is as in the recipe: what was evaluated is what is served.
     return with_options(model.opened.generate, {**options, "max_new_tokens": most})

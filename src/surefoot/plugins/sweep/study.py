@@ -69,6 +69,8 @@ def add(study: optuna.Study, space: Space, values: Values) -> int:
         params={key.key: key.param(values[key.key]) for key in space.keys},
         distributions={key.key: key.distribution for key in space.keys},
     )
+    # Not Study.ask, which writes a line for the trial and one for each value: a kill between them
+    # leaves a trial without values (decisions/0076).
     study.add_trial(trial)
     return study.get_trials(deepcopy=False)[-1].number
 
@@ -109,6 +111,7 @@ def should_prune(study: optuna.Study, number: int, startup: int) -> bool:
         return False
     complete = [other for other in trials if other.state is TrialState.COMPLETE]
     alike = [other for other in complete if other.user_attrs.get("total_steps") == total]
+    # optuna's pruner compares trials of any length, so it gets those of this one (decisions/0076).
     pruner = MedianPruner(n_startup_trials=startup, n_min_trials=startup)
     return pruner.prune(_in_memory(study, [*alike, trial]), trial)
 

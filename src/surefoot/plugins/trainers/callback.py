@@ -97,6 +97,8 @@ class SurefootCheckpoints(TrainerCallback):  # type: ignore[misc]
         self._is_save_requested = False  # by another callback
         self._best: float | None = None  # metric, when last looked at
         self._saved_step = 0  # or resumed from
+        # By itself: only with the trainer does it see the other callbacks, whose state it saves.
+        # The patience of early stopping is lost otherwise (decisions/0020).
         trainer.add_callback(self)
 
     def newest(self) -> str | None:
@@ -152,6 +154,8 @@ class SurefootCheckpoints(TrainerCallback):  # type: ignore[misc]
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The random states, restored or current, before the data order is drawn."""
+        # The Trainer draws the order of an epoch's data from these, and dropout from those that
+        # `on_step_begin` sets: restored at another moment, either would differ (decisions/0020).
         if self._restores_generators:
             RandomState().load_state_dict(self._generators.epoch)
         self._generators.epoch = RandomState().state_dict()
