@@ -209,33 +209,28 @@ class Sweep:
         process = start_training(folder, ["train", str(path)], environment=environment)
         self._write()
         metrics, records = Follower(folder / METRICS), list[Record]()
-        num_reports, num_signals, pruned = 0, 0, None
+        num_reports, num_signals, pruned, code = 0, 0, None, None
         try:
-            while True:
+            while code is None:
                 code = process.poll()  # first: a run that has ended logs nothing more
-                if code is not None and code < 0:  # by a signal, as a shell says it
-                    code = 128 - code
                 lines, is_other_file = metrics.read()  # as after a rollback
                 records = [*([] if is_other_file else records), *filter(None, map(record, lines))]
-                evaluations = self.objective.evaluations(records)
-                for evaluation in evaluations[num_reports:] if pruned is None else ():
-                    num_reports += 1
-                    if self._is_bad(number, folder, *evaluation):
-                        pruned = evaluation
-                        process.terminate()  # it saves
-                        break
-                if code is not None:
-                    break
-                for received in self.signals[num_signals:] if pruned is None else ():
-                    num_signals += 1
-                    process.send_signal(received)
-                yield
+                if pruned is None:  # else it saves, and ends
+                    new = self.objective.evaluations(records)[num_reports:]
+                    pruned = next((e for e in new if self._is_bad(number, folder, *e)), None)
+                    received = self.signals[num_signals:]
+                    for signal_number in received if pruned is None else (signal.SIGTERM,):
+                        process.send_signal(signal_number)
+                    num_reports, num_signals = num_reports + len(new), num_signals + len(received)
+                if code is None:
+                    yield
         finally:
             if process.poll() is None:  # after an error
                 process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_PATIENCE)
-        self._conclude(number, code, records, pruned)
+        # A run that a signal has ended has its number, negated; a shell says 128 and the number.
+        self._conclude(number, 128 - code if code < 0 else code, records, pruned)
         self._write()
 
     def _is_bad(self, number: int, folder: Path, step: int, value: float) -> bool:
