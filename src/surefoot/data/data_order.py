@@ -61,6 +61,8 @@ def hold_out(rows: Index, *, num_rows: int, val_size: float, seed: int) -> NDArr
             f"data.val_size = {val_size:g} leaves nothing to train on: "
             f"found {counted(len(distinct), 'usable row')}"
         )
+    # Of all rows, usable or not: a row that a new version drops moves at most one other to the
+    # other side.
     order = permutation(num_rows, seed=seed, stream=-1)
     usable = order[np.isin(order, distinct)]
     return np.isin(rows, usable[:count])
@@ -98,6 +100,9 @@ class Mixing:
 
     def draws(self, count: int) -> Iterator[Index]:
         """Numbers of datasets, from which the next rows are taken; without an end."""
+        # As ``datasets.interleave_datasets`` draws, in blocks of 1,000: teams that move compare
+        # runs row by row. If numpy ever draws other numbers, the fingerprint of the data differs,
+        # and a resume is refused (decisions/0059).
         rng = np.random.default_rng(self.seed)
         while True:
             if self.probabilities is None:

@@ -199,6 +199,8 @@ class Encoding:
         would be to wait. One after another; or as one, if their rows are mixed."""
         every = Catalog(self.section).entries
         entries = [entry for entry in every if entry.name in self.section.datasets]
+        # By size and times of the files: to hash what may be terabytes would be to wait for all of
+        # it (decisions/0033).
         rows = [self._rows(entry, entry.source.stamp) for entry in entries]
         mixing = mixing_of(self.section, self.seed)
         if not mixing.is_plain:
@@ -292,6 +294,8 @@ def _arranged(encoding: Encoding, loaded: Mapping[str, _Loaded]) -> TrainingData
     stores = tuple(part.store for part in parts)
     train = _epoch(parts, mixing_of(section, encoding.seed))
     if section.val_size:
+        # Held out before rows are repeated: LLaMA-Factory interleaves first, so that a row is
+        # trained on and evaluated on (decisions/0059).
         is_held_out = _held_out(parts, section.val_size, encoding.seed)
         evals[""] = EncodedDataset(stores, np.flatnonzero(is_held_out))
         train = train[~is_held_out[train]]

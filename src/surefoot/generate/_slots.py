@@ -74,6 +74,8 @@ class Driver:
         have the same padded length."""
         if len(prompts[0]) == 1:
             return [[] for _ in prompts]
+        # The last token is the first step in a slot: so one pass serves all samples of a prompt,
+        # and all logits that are sampled from come from one kernel (decisions/0053).
         counts = [len(prompt) - 1 for prompt in prompts]
         length = padded_length(prompts[0])
         ids = [[*prompt[:-1], *[0] * (length - len(prompt) + 1)] for prompt in prompts]
@@ -144,6 +146,10 @@ def masked_attention(inner: PreTrainedModel) -> Iterator[None]:
             inner.set_attn_implementation(before)
 
 
+# Seen on AMD EPYC in float32: the fused attention gives one query the same bits for any length that
+# is a multiple of 16, and ``F.linear`` gives a row the same for any number of rows from 4 on
+# (decisions/0053). With AMX on an Intel processor it is not so: what is promised is equal up to
+# rounding (decisions/0073).
 COLUMNS = 16
 ROWS = 4
 
@@ -205,6 +211,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         count, filled = len(step.rows), key_states.shape[0]
         visible = []
         for stored, new in ((self.keys, key_states), (self.values, value_states)):
+            # In place, where transformers' own cache copies all keys and values at every step
+            # (``torch.cat``).
             stored[step.rows, :, step.columns] = new[:count, :, 0]
             visible.append(stored[:filled, :, : step.length])
         return visible[0], visible[1]
@@ -309,6 +317,8 @@ def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def candidates(config: PretrainedConfig) -> Iterator[Masks]:
     """The forms that an architecture may take, to be tried in turn; none if some layers have no
     keys and values of all tokens."""
+    # Tried, not looked up by name: of the zoo's 100 architectures, 79 pass the trial of ``_proof``
+    # with one of these forms, and the others give the same tokens without slots (decisions/0053).
     types = set(getattr(config, "layer_types", None) or ())
     window = getattr(config, "sliding_window", None)
     if types - {_FULL, _SLIDING}:

@@ -255,6 +255,7 @@ class OpenRows:
 
     def remove(self, slot: int) -> OpenResponse:
         """Take out a row; the last one moves into its slot."""
+        # The first slots are always the rows, so that a step reads them as one slice.
         row, last = self.rows[slot], self.rows.pop()
         if last is not row:
             self.cache.move(len(self.rows), slot, last.position)
@@ -302,6 +303,8 @@ def run(
 def _cache(requests: Sequence[Request], num_slots: int) -> SlotCache:
     """Slots for the longest prompt and the start of its response; they grow up to the longest row
     that there may be."""
+    # Not pages of keys and values: on a CPU every step would gather them, and slots waste at most
+    # the difference of the rows' lengths (decisions/0053).
     longest = max(len(request.prompt) for request in requests)
     bound = max(len(request.prompt) + request.most for request in requests)
     return SlotCache(num_slots, min(longest + 4 * COLUMNS, bound), bound)

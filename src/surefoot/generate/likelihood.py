@@ -29,6 +29,8 @@ from .section import Ids
 
 logger = logging.getLogger(__name__)
 _TRIED = "shares_stems_of_prompts"  # an attribute of models that have been tried
+# Questions of a benchmark begin with the same examples: computed once for all, not once for every
+# choice of every question, as lm-eval's own backend does (decisions/0061).
 _LEAST = 32  # tokens of a stem
 _WORTH = 512  # tokens that a stem must save, for a pass of its own and rows in smaller batches
 _TOKENS = 8192  # of a pass

@@ -8,7 +8,7 @@ that is cancelled makes room at once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -252,8 +252,12 @@ def advanced(
     logits_BV: torch.Tensor, rows: Sequence[OpenResponse], settings: Mapping[int, RowSettings]
 ) -> list[Token]:
     """Append a token to each of ``rows`` by its own settings; the tokens, in their order."""
+    # One call for all rows that choose alike: kernels take as long for one row as for several.
+    places_by_chooser: dict[Chooser, list[int]] = {}
+    for place, row in enumerate(rows):
+        places_by_chooser.setdefault(settings[row.request.index].chooser, []).append(place)
     by_place: dict[int, Token] = {}
-    for chooser, places in _groups(rows, settings):
+    for chooser, places in places_by_chooser.items():
         group = [rows[place] for place in places]
         of_group = [settings[row.request.index] for row in group]
         raw_BV = logits_BV[places].float()
@@ -265,16 +269,6 @@ def advanced(
                 constraint.add(token)
             by_place[place] = _token(row, token, reported.get(row.request.index), row_settings)
     return [by_place[place] for place in range(len(rows))]
-
-
-def _groups(
-    rows: Sequence[OpenResponse], settings: Mapping[int, RowSettings]
-) -> Iterator[tuple[Chooser, list[int]]]:
-    """The places of the rows that choose their tokens alike."""
-    by_chooser: dict[Chooser, list[int]] = {}
-    for place, row in enumerate(rows):
-        by_chooser.setdefault(settings[row.request.index].chooser, []).append(place)
-    yield from by_chooser.items()
 
 
 def _constrained(

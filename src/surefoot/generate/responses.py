@@ -92,6 +92,8 @@ class Draws:
     """Uniform numbers in [0, 1), one for each token of a sample."""
 
     def __init__(self, entropy: Sequence[int]) -> None:
+        # A generator for each sample, not for a batch: samples changed with ``batch_size``, and
+        # with its halving after a shortage of memory (decisions/0053).
         self._generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
         self._block: list[float] = []
 
@@ -249,6 +251,8 @@ class Chooser:
 
 def _inverse(scores_BV: torch.Tensor, uniform_B1: torch.Tensor) -> torch.Tensor:
     """[B] the tokens at which the sums of the probabilities pass the uniform numbers."""
+    # In float64: sums of a vocabulary of 150,000 in float32 are off by more than many of its
+    # probabilities.
     sums_BV = scores_BV.softmax(-1).cumsum(-1, dtype=torch.float64)
     total_B1 = sums_BV[:, -1:]
     # below the total, so that no token without probability follows

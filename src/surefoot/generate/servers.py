@@ -388,6 +388,8 @@ def short(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
+# What a server says is trained on: a mistake of it would be silent, so each answer is checked
+# before it is a sample (decisions/0057).
 _ROUNDING = 1e-3  # nats by which a log-probability may be above 0
 
 

@@ -65,22 +65,21 @@ class MetaModel:
         self, method: Callable[[PreTrainedModel], nn.Module]
     ) -> tuple[nn.Module, ShardLoader]:
         """The model with ``method`` applied, and the loaders of its values."""
-        # by its name: what has been put in the place of a tensor since, grown or copied
-        file_names = {
-            tensor: self.stored.get(tensor) or self.names.get(name)
-            for name, tensor in kept_tensors(self.model)
-        }
-        reader_of = {
-            tensor: self._reader(name, tensor) for tensor, name in file_names.items() if name
-        }
-        by_place = {place(tensor): reader for tensor, reader in reader_of.items()}
+        base_readers: dict[torch.Tensor, Reader] = {}
+        for name, tensor in kept_tensors(self.model):
+            # by its name: what has been put in the place of a tensor since, grown or copied
+            if file_name := self.stored.get(tensor) or self.names.get(name):
+                base_readers[tensor] = self._reader(file_name, tensor)
+        by_place = {place(tensor): reader for tensor, reader in base_readers.items()}
+        # PEFT draws on the CPU, in its order. Drawn from a seed for each name, a mesh would start
+        # elsewhere than one process (decisions/0026).
         with CapturedInit() as drawn:
             policy = method(self.model)
         _restore_constants(policy, drawn)
         readers: dict[str, Reader] = {}
         for name, tensor in kept_tensors(policy):
-            if tensor in reader_of:
-                readers[name] = reader_of[tensor]
+            if tensor in base_readers:
+                readers[name] = base_readers[tensor]
             elif (values := drawn.of(tensor)) is not None:
                 readers[name] = partial(piece, values)
             elif (source := drawn.source_of(tensor)) is not None and place(source) in by_place:
@@ -107,32 +106,33 @@ def init_on_meta(
     """The meta model in ``base``, with weights of the folder ``weights`` if that is given; None,
     with a log line, if it can only be loaded in full. Raises ``ModelError`` as ``load_model``
     does."""
+
+    def only_in_full(why: str) -> MetaModel | None:
+        logger.info("%s: every rank loads the full model before sharding: %s", base, why)
+        return None
+
     try:
-        why = why_not_empty(base, section)
+        if why := why_not_empty(base, section):
+            return only_in_full(why)
         # ``checked_files`` checks the values, of which each rank reads its boxes only
-        source = None if why else open_base(base, section, weights, is_checked=True)
+        source = open_base(base, section, weights, is_checked=True)
     except (CheckpointError, ValueError, OSError) as error:  # loading it whole will say more
-        why, source = str(error), None
-    if source is not None:
-        stored = _metas(source)
-        model = load_model(base, section, dtype=dtype, weights=stored)
-        odd_buffer = fill_buffers(model)
-        _settle_ties(model, source)
-        names = names_stored(model, stored)
-        odd = [name for name, _ in kept_tensors(model) if name not in names]
-        if not odd and odd_buffer is None:
-            stored_names = {tensor: names[name] for name, tensor in kept_tensors(model)}
-            aliases = model.named_parameters(remove_duplicate=False)
-            return MetaModel(
-                model, source, stored_names, names | {name: stored_names[p] for name, p in aliases}
-            )
-        why = (
-            f"{odd[0]} has no tensor of its own in the files"
-            if odd
-            else f"nothing initializes its buffer {odd_buffer}, which is in no file"
-        )
-    logger.info("%s: every rank loads the full model before sharding: %s", base, why)
-    return None
+        return only_in_full(str(error))
+    # transformers itself renames, ties, and reports what is missing: a table of names of our own
+    # would be wrong with its next version (decisions/0026)
+    file_tensors = _metas(source)
+    model = load_model(base, section, dtype=dtype, weights=file_tensors)
+    unknown_buffer = fill_buffers(model)
+    _settle_ties(model, source)
+    file_names = names_stored(model, file_tensors)
+    tensors = dict(kept_tensors(model))
+    if merged := [name for name in tensors if name not in file_names]:
+        return only_in_full(f"{merged[0]} has no tensor of its own in the files")
+    if unknown_buffer is not None:
+        return only_in_full(f"nothing initializes its buffer {unknown_buffer}, which is in no file")
+    stored = {tensor: file_names[name] for name, tensor in tensors.items()}
+    aliases = model.named_parameters(remove_duplicate=False)
+    return MetaModel(model, source, stored, file_names | {name: stored[p] for name, p in aliases})
 
 
 def open_base(
@@ -246,6 +246,8 @@ class ShardLoader:
                 list(pool.map(fill, self.readers))
         except (CheckpointError, ModelError) as error:
             problem = str(error)
+        # One rank that raised alone would leave the others waiting in their next collective until
+        # it times out.
         if problem := world.first_of(problem):
             raise ModelError(problem)
 

@@ -184,6 +184,8 @@ class TrainedParameters:
             parameter.requires_grad_(name in names)
             parameter.grad = None
         changed = self._partial.keys() if turn != self._turn else frozenset[str]()
+        # LISA trains embeddings and head at every step: their moments must not begin anew at each
+        # switch.
         continued_state = self._state_of(names & self._active - changed)
         self._begin(turn)
         active = [(name, self._seen(name)) for name in self.named if name in names]
@@ -214,10 +216,14 @@ class PartialParameter:
         self.weight, self.entries = weight, nn.Parameter(_sharded_like(weight, values))
         self.order, self.shifts = _drawn(name, weight, turns)
         self.start = 0  # of the turn, in the order of columns
+        # The entries are a parameter of their own for the optimizer, so that norm, clipping, master
+        # copies and state need no second form (decisions/0046).
         weight.register_post_accumulate_grad_hook(self._keep_gradient)  # type: ignore[no-untyped-call]
 
     def begin(self, turn: int) -> None:
         """Train the entries of ``turn``: after those of the turn before, and around."""
+        # As many columns of every row: of a range over the flattened matrix, as BAdam has it, most
+        # ranks of a mesh would have nothing (decisions/0046).
         self.start = turn * self.entries.shape[-1] % len(self.order)
         self.entries.grad = None
 
@@ -268,6 +274,7 @@ def _drawn(name: str, weight: torch.Tensor, turns: EntryTurns) -> tuple[torch.Te
     if not turns.is_scattered:
         none = torch.zeros((1,) * weight.ndim, dtype=torch.int64, device=device)
         return torch.arange(width, device=device), none
+    # Not ``hash()``, which Python salts: every rank and every resume must draw the same.
     digest = hashlib.blake2b(f"{turns.seed} {name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
     order = torch.randperm(width, generator=generator)

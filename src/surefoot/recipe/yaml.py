@@ -139,7 +139,7 @@ def edited(text: str, keys: Sequence[str], value: object) -> str:
     parse(text)  # what it refuses is not edited
     yaml = YAML(typ="rt", pure=True)
     yaml.preserve_quotes = True
-    yaml.width = 1_000_000
+    yaml.width = 1_000_000  # a line that nobody edited keeps its bytes, however long it is
     try:
         root = yaml.load(text)
     except ValueError:  # it converts what parse() leaves as text, such as 5,000 digits

@@ -357,6 +357,7 @@ class Shuffle:
             return position, position + 1
         if self.buffer_size is None:
             return 0, self.examples.length or 0
+        # Else an example would share its block with the same others in every epoch.
         shift = draw(self.buffer_size, seed=self.seed, stream=epoch) if epoch else 0
         first = self.buffer_size - shift
         if position < first:

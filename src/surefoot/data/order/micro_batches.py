@@ -171,6 +171,8 @@ def balance_by_length(
     that of a split into equal numbers. The largest groups run first, so that those that run
     together are about equal.
     """
+    # Split by number, 8 ranks of 4 examples computed 0.54 to 0.74 of their time, and waited for the
+    # rank with the longest rows for the rest; so it is 0.95 to 0.98 (decisions/0036).
     count = num_passes(lengths.shape[1], micro_batch_size, world_size)
     if count <= 1:
         return np.zeros_like(lengths)
@@ -198,6 +200,9 @@ def _by_tokens(lengths: Index, count: int) -> Index:
     """[W, N] The longest item first, each to the group with the fewest tokens. The largest group
     has at most 4/3 of the tokens of the optimum (Graham 1969). If a split into equal numbers is
     better, it is used."""
+    # No group has a limit of ``micro_batch_size`` items: what a packed row takes is tokens. With
+    # one, 8 ranks computed 0.89 to 0.97 of their time; differencing (Karmarkar and Karp) would gain
+    # 2 % more (decisions/0036).
     windows, groups = np.arange(len(lengths)), np.empty_like(lengths)
     group_tokens = np.zeros((len(lengths), count), np.int64)
     for item in np.argsort(-lengths, axis=1, kind="stable").T:

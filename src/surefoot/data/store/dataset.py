@@ -29,6 +29,8 @@ from .cache import FLOATS, Array, Cached, EncodedStore, Ragged
 
 logger = logging.getLogger(__name__)
 
+# A stream has as many shards as it has rows / 4,096: all of them open were all of its memory, and
+# more descriptors than a process may have.
 OPEN = 32  # shards that are open at a time; each holds a few file descriptors
 MAX_ROWS = 1 << 44  # of a dataset
 
@@ -251,6 +253,8 @@ class ExampleStream:
             part, number = self._place(shard)
             dataset = self.parts[part]
             store = (dataset.find(number) or self._encoded_again(dataset, number)).store
+            # Encoded again, perhaps by another version of a library: the steps that were taken of
+            # it would not be those of a resume.
             if self._linked(shard, store) != self._chain[shard]:
                 raise DataError(
                     f"{dataset.folder}: shard {number} has other tokens than when this run first "

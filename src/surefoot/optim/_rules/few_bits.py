@@ -60,6 +60,8 @@ def round_stochastically(
 def _uniform(like: torch.Tensor, noise: torch.Generator) -> torch.Tensor:
     """Integers of 16 bits, in int32, for each element: one draw of 64 bits is four of them."""
     count = like.numel()
+    # A hash of each element's index would be the same for every mesh, but is ten passes over memory
+    # for one (decisions/0044).
     drawn = torch.empty(-(-count // 4), dtype=torch.int64, device=like.device)
     drawn.random_(-(1 << 63), None, generator=noise)
     pairs = drawn.view(torch.int32)
@@ -127,6 +129,8 @@ def codebook(bits: int, block: int, device: torch.device, *, is_signed: bool) ->
     else:
         values = dynamic_map(bits, is_signed=is_signed)
     middles = (values[1:] + values[:-1]) / 2
+    # torchao's second moment becomes zero here, and the next update of a token without gradient was
+    # up to a thousand times too large (decisions/0046).
     if not is_signed and not values[0]:  # a second moment is zero only if it is: it divides
         middles[0] = 0.0
     smallest = _smallest_of_cells()

@@ -101,6 +101,7 @@ class Muon(Optimizer):
 
     def direction(self, update: Update) -> torch.Tensor:
         """This rank's part of the momentum that is orthogonalized."""
+        # In the order of torch.optim.Muon's own operations: the tests compare every weight with it.
         grad, mean = update.grad, update.tensor("momentum_buffer")
         mean.lerp_(grad, 1 - self.momentum)
         direction = grad.lerp(mean, self.momentum) if self.nesterov else mean

@@ -120,6 +120,8 @@ class Apollo(LowRank):
 
     def projector(self, update: Update) -> torch.Tensor:
         """This rank's part of the projector of this update."""
+        # Drawn again at each update instead of kept: a projector in the state would have to be
+        # saved, and sharded again on another mesh.
         text = f"{self.seed} {(update.number - 1) // self.update_gap} {update.name}"
         seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
         return rules.matrices.random_projector(update.parameter, self.rank, seed)
