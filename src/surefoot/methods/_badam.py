@@ -63,6 +63,7 @@ class BAdam(Method):
                 f"method.badam.start_block: expected at most {len(labels) - 1}, as the model has "
                 f"{counted(len(labels), 'block')}, got {self.start_block}"
             )
+        # Heads of the stage (values, rewards) are in no layer, and learn at every step.
         always = frozenset(names.added)
         return TrainedBlocks(always, blocks, self.switch_interval, self._chosen(labels, seed))
 
@@ -123,6 +124,8 @@ class BAdamRatio(Method):
         model_names = frozenset(names.all) - frozenset(names.added)
         is_scattered = self.mask == "scatter"
         turns = EntryTurns(model_names, self.update_ratio, is_scattered, self.switch_interval, seed)
+        # Not the range over the flattened matrix of the paper's code: sharded by rows, most ranks
+        # would then have nothing to train (docs/decisions/0046).
         return TrainedBlocks(frozenset(names.all), entries=turns)
 
 
@@ -183,6 +186,8 @@ def drawn(count: int, seed: int, number: int) -> Sequence[int]:
     """Permutation ``number`` of the numbers below ``count``, by the hash of each: it depends on no
     library's version."""
 
+    # A permutation of numpy or torch may be another one in their next version, and a resumed run
+    # would train another block.
     def key(place: int) -> bytes:
         return hashlib.blake2b(f"{seed} {number} {place}".encode()).digest()
 

@@ -120,6 +120,8 @@ class LLaMAPro(Method):
     def apply(self, model: PreTrainedModel) -> nn.Module:
         """Insert the layers, and make only them trainable. Raises ``RecipeError`` if there are
         fewer layers to copy, or the architecture does not allow it."""
+        # When the model is opened, not by a command before: no second copy on the disk, and no
+        # second recipe that must name the same layers (docs/decisions/0048).
         new = models.expansion.insert_layers(model, self.num_new_layers)
         model.requires_grad_(False)
         for layer in new:

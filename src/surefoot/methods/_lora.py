@@ -105,6 +105,7 @@ class LoRA(AdapterMethod):
 
         return LoraConfig(
             r=self.rank,
+            # PEFT's own default is 8, whatever the rank.
             lora_alpha=2 * self.rank if self.alpha is None else self.alpha,
             rank_pattern=dict(self.rank_pattern),
             alpha_pattern=dict(self.alpha_pattern),
@@ -129,6 +130,8 @@ class LoRA(AdapterMethod):
         """Wrap ``model`` as PEFT does. Raises ``RecipeError`` if a target is not in it."""
         self.check_saved(model)
         chosen = self.chosen(model)
+        # All of these are found before PEFT changes the model: it ignores, converts or doubles what
+        # it cannot do, and says nothing (docs/decisions/0045).
         self._check_parameters(chosen.parameters)
         self._check_layers(model, chosen.modules)
         self._check_rank(model, chosen)

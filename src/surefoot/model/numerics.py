@@ -42,6 +42,8 @@ def use_deterministic_kernels(wanted: bool) -> None:
     """Use only kernels that give the same bits every time; an operation without one warns."""
     if wanted and torch.cuda.is_available():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its start
+    # It only warns: some architectures contain an operation that has no deterministic kernel
+    # (docs/decisions/0041).
     torch.use_deterministic_algorithms(wanted, warn_only=True)
     # a debugging aid that costs a write of every new tensor
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

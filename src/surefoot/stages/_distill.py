@@ -147,6 +147,8 @@ class Distill(Stage):
         if self.sft_weight:
             assert outputs.logps is not None
             logps_N = outputs.logps
+            # The student's own tokens are no example to imitate: of them the divergence alone
+            # counts.
             if (of_dataset_N := batch.extras.get("of_dataset")) is not None:
                 logps_N = logps_N * of_dataset_N.to(logps_N)
             cross_entropy = -logps_N.sum()

@@ -201,6 +201,8 @@ class GRPO(OnPolicy):
         by_reward = rewarded.by_reward
         rewards = total(by_reward, [reward.weight for reward in self.reward])
         groups = self._groups(rewards)
+        # Before anything is learned from them: were they not the samples of this policy, the ratios
+        # of the surrogate would be wrong without a word.
         gaps = sampling_figures(context, POLICY, rollouts, self.sampler)
         flat = sum(map(is_flat, groups)) / len(groups)
         known_rewards = [reward for reward in rewards if reward is not None]
@@ -219,6 +221,8 @@ class GRPO(OnPolicy):
         advantage = self._surrogate.own.get("advantage", self.advantage)
         lengths = [rollout.num_sampled for rollout in rollouts]
         advantages = ADVANTAGES[advantage](groups, lengths)
+        # It would train towards the reference alone, and a reward that distinguishes nothing would
+        # go unnoticed (docs/decisions/0052).
         if not any(a for a, is_masked in zip(advantages, is_cut, strict=True) if not is_masked):
             return Prepared((), figures)
         dropped = [self.drop_flat_groups and is_flat(g) for g in groups for _ in g]

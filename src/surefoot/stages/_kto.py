@@ -125,6 +125,7 @@ class KTO(Stage):
             examples = self._compared(context, examples)
         z = self._baseline(context, examples) if self.loss_type == "kto" else 0.0
         kinds = [int(item["desirable"][0]) for item in examples]
+        # Metrics are divided by all responses of the step. Scaled so, they are means of their kind.
         scales = [len(kinds) / kinds.count(kind) for kind in kinds]
         with_baseline: list[Features] = [
             {**item, "z": [z], "scale": [scale]}  # type: ignore[list-item]
@@ -138,6 +139,8 @@ class KTO(Stage):
         policy = context.reduce(POLICY, pairs, log_probabilities).tolist()
         both = zip(policy, examples, strict=True)
         ratios = [logp - float(item["mismatched_reference"][0]) for logp, item in both]
+        # The paper bounds the divergence by 0 from below, which an estimate of few pairs may fall
+        # short of.
         return max(0.0, float(sum(ratios)) / len(ratios))
 
     def loss(self, role: str, outputs: Outputs, batch: Batch) -> Loss:
@@ -224,6 +227,8 @@ def mismatched(examples: Sequence[Features], cutoff_len: int) -> list[Features]:
 
 def _split(item: Features) -> tuple[list[int], list[int]]:
     """Prompt and response, without what the template writes after it: that is never trained."""
+    # ChatML writes a newline after the end token, for one. TRL compares up to the end token, and a
+    # tail that is never trained would shift the baseline.
     ids = [int(x) for x in up_to_last_label(item)["input_ids"]]
     labels = item["labels"]
     first = next(i for i in range(1, len(labels)) if labels[i] != IGNORE_INDEX)

@@ -174,8 +174,12 @@ class PPO(OnPolicy):
         outputs = context.compute(POLICY, items)
         logps, values = [_array(o.logps) for o in outputs], [_array(o.values) for o in outputs]
         flat_logps = [float(logp) for logps_T in logps for logp in logps_T]
+        # Before whitening and penalties: what was sampled beside what this pass computes for it.
         figures |= gap_figures(rollouts, flat_logps, self.sampler)
         scores = self._final_scores(responses, state)
+        # Equal scores would be whitened to noise of variance 1: rounding, and the penalty
+        # (docs/decisions/0055). The window is trained on all the same, as its values have something
+        # to learn.
         is_flat = len(scores) > 1 and len(set(scores)) < 2  # one response tells nothing
         _count_flat(state, scores, is_flat=is_flat)
         rewards, kl_figures = self._rewards(context, items, logps, scores, state)
@@ -200,6 +204,8 @@ class PPO(OnPolicy):
             scores = [(score - moments.mean) / (moments.deviation + 1e-8) for score in scores]
         if (bound := self.clip_scores) is not None:
             scores = [min(max(score, -bound), bound) for score in scores]
+        # Nothing is bootstrapped behind a response that was cut: the penalty says plainly what that
+        # costs.
         penalties = [
             self.missing_end_penalty if response.rollout.is_cut else 0.0 for response in responses
         ]

@@ -82,6 +82,8 @@ class MemoryGuard:
         """Examples per micro-batch of the step that is being trained."""
         if not self.can_split:
             return self.recipe_size
+        # By step, not the newest: a step that is repeated after a crash has the size it had first,
+        # and so its bits.
         lowered = [size for first, size, _ in self.sizes.micro_batch_size if first <= self.step]
         return fitting_micro_batch(self.num_examples, lowered[-1]) if lowered else self.recipe_size
 
@@ -156,6 +158,8 @@ class MemoryGuard:
         call."""
         self.step = step
         earlier = self.world.from_main(_read(self.folder) if self.world.is_main else None)
+        # The file is written at once, the checkpoint later: whichever knows more changes is the
+        # newer one.
         if earlier is not None and earlier.num_changes >= self.sizes.num_changes:
             self.sizes.load_state_dict(earlier.state_dict())
         changes = self.sizes.micro_batch_size
@@ -199,6 +203,8 @@ class MemoryGuard:
 
     def _continue(self, shortage: Shortage, what: str, cure: str) -> None:
         """Write the sizes down and log it; raise ``OutOfMemoryError`` if other ranks wait."""
+        # Other ranks stand in a collective and cannot be told: this one ends, and the launcher
+        # starts all of them again (docs/decisions/0047).
         is_alone = self.world.size == 1 or shortage.is_agreed
         if self.world.is_main or not is_alone:
             self._write(insist=not is_alone)

@@ -43,6 +43,7 @@ from .windows import Place
 logger = logging.getLogger(__name__)
 VERSION = 4  # of what is computed, how, and of the files
 FOLDER = "reference"  # in data.cache_dir
+# Killed within, a run goes on from the last whole piece.
 PIECE = 2048  # items
 REPORT_SECONDS = 10.0
 Columns = Mapping[str, Ragged]

@@ -292,6 +292,8 @@ class RewardProcess:
         count = len(texts.completions)
         if count < 2:
             return RewardResult([None] * count, [RewardFailure(0 if count else None, why)])
+        # One by one, so that the message names the row that hangs. It costs a limit of time for
+        # each, so a single one is enough where the run stops anyway.
         for place in range(count):
             try:
                 reply = self._ask(task, texts.at(place), seconds)
@@ -310,6 +312,7 @@ class RewardProcess:
         """``replies`` of a user's environment to responses, or an ``error``, perhaps with the
         ``place`` of its response."""
         request = {"settings": {"path": path}, "events": list(events)}
+        # A new window: the environments of the last one are gone, and need not be told again.
         if any(event["is_first"] for event in events):
             self._steps = []
         try:
@@ -345,6 +348,8 @@ class RewardProcess:
     def _answer(self, request: Mapping[str, object], seconds: float) -> dict[str, Any]:
         """The same of one attempt."""
         if self._child is None or self._child.code is not None:
+            # By its path, as a program: `spawn` would import the script that called us, and `fork`
+            # copies locks (docs/decisions/0052).
             self._child = Child([str(WORKER)], talks=True, patience=0)
             for earlier, answer in self._steps:
                 if (now := self._exchange(earlier, seconds)) != answer:

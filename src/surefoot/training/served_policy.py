@@ -69,6 +69,8 @@ class ServedPolicy:
         if request.place[0] >= 0:  # not an evaluation, which is sampled anew after a restart
             journal = ResponseJournal(self.run, request.place, request.version)
         settings = {**asdict(request.settings), "batch_size": None}
+        # Not the weights themselves: on another number of ranks they differ by rounding, and the
+        # responses are still those that the run was trained on (docs/decisions/0057).
         key = key_of(self.lineage, request.prompts, settings, request.turn)
         samples = self.world.on_main(lambda: {} if journal is None else journal.read(key))
         if len(samples) < len(request.prompts):
@@ -81,6 +83,8 @@ class ServedPolicy:
         if self._version == version:
             return
         folder = self._written(version)
+        # A name of its own for each step and launch: no cache of a server can then answer with the
+        # weights of another one.
         name = f"surefoot-{version}-{secrets.token_hex(4)}"
         weights = ServedWeights(folder, name, self.kind == "adapter")
         self._loaded = self.world.on_main(lambda: self._load(weights))

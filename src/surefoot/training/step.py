@@ -4,7 +4,8 @@ Nothing waits for the device: the metrics of a step stay there to be read later,
 loss or gradient is NaN or infinite is not applied.
 
 A ``Learner`` is a network that is trained, with its optimizer; ``InitialValues`` are those that it
-had before the first step.
+had before the first step. At the end are the messages about steps whose loss or gradient is NaN,
+infinite or exactly 0.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ from ..parallel.sharded_model import gather_nothing, global_norm
 from ..parallel.world import local
 from .section import TrainSection
 
+logger = logging.getLogger(__name__)
+_SELDOM = 10  # steps between two lines of the log about blocks
+NUM_ZERO = 10  # steps without a gradient, before a run that samples warns
+MAX_ROLLBACKS = 3  # to one checkpoint: more bad windows than that are no accident
 Reduce = Callable[[torch.Tensor], torch.Tensor]  # each of some float64 values, over processes
 
 
@@ -115,6 +120,8 @@ class Step:
         factor = self._factor(window)
         scaled = partial(_scaled, loss_of, factor)
         move_weights(self.optimizer, for_gradients=True)
+        # A sum and a weight of each micro-batch: a mean of means would give short micro-batches
+        # more weight (as trl#3021 did).
         losses = self.run_window(window, scaled, before=before, after=after)
         tokens = sum(batch.num_tokens for batch in window if batch.num_trained)
         names = list(dict.fromkeys(name for loss in losses for name in loss.metrics))
@@ -129,6 +136,8 @@ class Step:
     def update(self, unread: PendingMetrics) -> None:
         """Update the weights, unless loss or gradient are NaN or infinite; update fp16's scale."""
         if all(group.get("fused") for group in self.optimizer.param_groups):
+            # GradScaler's own door: fused optimizers skip the update on the device, and the host
+            # need not wait to know.
             self.optimizer.found_inf = unread.is_bad  # type: ignore[attr-defined]
             self.optimizer.step()  # which looks at it on the device
         elif not unread.is_bad:
@@ -200,85 +209,6 @@ def _on_its_way(pending: PendingMetrics) -> PendingMetrics:
 def _scaled(loss_of: LossFunction, factor: float, outputs: Outputs, batch: Batch) -> Loss:
     loss = with_router_loss(loss_of(outputs, batch), outputs)
     return loss if factor == 1.0 else replace(loss, total=loss.total * factor)
-
-
-logger = logging.getLogger(__name__)
-NUM_ZERO = 10  # steps without a gradient, before a run that samples warns
-MAX_ROLLBACKS = 3  # to one checkpoint: more bad windows than that are no accident
-
-
-def explain(step: int, figures: StepMetrics) -> str:
-    """What was found, for a message."""
-    loss = figures.loss / max(1, figures.weight)
-    return f"step {step}: loss {loss}, gradient norm {figures.grad_norm}"
-
-
-def warn_of_skip(what: str, section: TrainSection, count: int) -> None:
-    """Log that an update was skipped, the ``count``-th of the run."""
-    logger.warning(
-        "%s: the update is skipped (%s so far; the run stops at more than %d, "
-        "train.max_skipped_steps)",
-        what,
-        counted(count, "step"),
-        section.max_skipped_steps,
-    )
-
-
-def warn_of_rollback(what: str, checkpoint: Path, count: int) -> None:
-    """Log that a run is back at ``checkpoint``, and skips its ``count``-th batch."""
-    logger.warning(
-        "%s: rolled back to %s, skipping the batch of this step (%s so far)",
-        what,
-        checkpoint.name,
-        counted(count, "batch", "batches"),
-    )
-
-
-def check_gradient(figures: StepMetrics, step: int, num_zero: int, *, samples: bool) -> None:
-    """Raise ``RunError`` if the first gradient of a run is exactly 0: then all of them are, as
-    nothing is drawn. Where responses are sampled, a window of equal rewards has none, so that only
-    ``num_zero`` steps of a launch without any are worth a warning."""
-    if figures.grad_norm != 0 or figures.scale > 1:
-        return
-    if not samples and step == 1:
-        raise RunError(
-            "training stopped: all gradients of the first step are exactly 0, so nothing would be "
-            "learned: the loss does not depend on what is trained. Compare the loss with what "
-            "method trains, and a teacher with its student"
-        )
-    if num_zero == NUM_ZERO:
-        logger.warning(
-            "all gradients of the first %d steps of this launch are exactly 0; look at the rewards "
-            "of some responses (`surefoot rollouts RUN`, `surefoot reward check RECIPE`)",
-            num_zero,
-        )
-
-
-def give_up(what: str, section: TrainSection, newest: Path | None, *, skipped: int) -> RunError:
-    """The error of a run that cannot continue as ``on_nan`` says; ``skipped`` counts its steps."""
-    latest = newest or "no checkpoint has been saved yet"
-    reasons = {
-        "stop": "",
-        "skip": f", and {counted(skipped, 'step')} skipped is more than train.max_skipped_steps "
-        f"({section.max_skipped_steps})",
-        "rollback": f", after {counted(MAX_ROLLBACKS, 'rollback')} to the latest checkpoint"
-        if newest
-        else ", and there is no checkpoint to roll back to",
-    }
-    ways = {
-        "stop": "set train.on_nan to skip or rollback",
-        "skip": "raise train.max_skipped_steps",
-        "rollback": "set train.on_nan to skip",
-    }
-    return RunError(
-        f"training stopped: {what} is NaN or infinite{reasons[section.on_nan]}. Latest checkpoint: "
-        f"{latest}. Lower the learning rate (optim), inspect the data of that step, or "
-        f"{ways[section.on_nan]}"
-    )
-
-
-logger = logging.getLogger(__name__)
-_SELDOM = 10  # steps between two lines of the log about blocks
 
 
 @dataclass
@@ -374,3 +304,73 @@ class InitialValues:
 def _local(parameter: nn.Parameter) -> torch.Tensor:
     values = parameter.detach()
     return values.to_local() if isinstance(values, DTensor) else values
+
+
+def explain(step: int, figures: StepMetrics) -> str:
+    """What was found, for a message."""
+    loss = figures.loss / max(1, figures.weight)
+    return f"step {step}: loss {loss}, gradient norm {figures.grad_norm}"
+
+
+def warn_of_skip(what: str, section: TrainSection, count: int) -> None:
+    """Log that an update was skipped, the ``count``-th of the run."""
+    logger.warning(
+        "%s: the update is skipped (%s so far; the run stops at more than %d, "
+        "train.max_skipped_steps)",
+        what,
+        counted(count, "step"),
+        section.max_skipped_steps,
+    )
+
+
+def warn_of_rollback(what: str, checkpoint: Path, count: int) -> None:
+    """Log that a run is back at ``checkpoint``, and skips its ``count``-th batch."""
+    logger.warning(
+        "%s: rolled back to %s, skipping the batch of this step (%s so far)",
+        what,
+        checkpoint.name,
+        counted(count, "batch", "batches"),
+    )
+
+
+def check_gradient(figures: StepMetrics, step: int, num_zero: int, *, samples: bool) -> None:
+    """Raise ``RunError`` if the first gradient of a run is exactly 0: then all of them are, as
+    nothing is drawn. Where responses are sampled, a window of equal rewards has none, so that only
+    ``num_zero`` steps of a launch without any are worth a warning."""
+    if figures.grad_norm != 0 or figures.scale > 1:
+        return
+    if not samples and step == 1:
+        raise RunError(
+            "training stopped: all gradients of the first step are exactly 0, so nothing would be "
+            "learned: the loss does not depend on what is trained. Compare the loss with what "
+            "method trains, and a teacher with its student"
+        )
+    if num_zero == NUM_ZERO:
+        logger.warning(
+            "all gradients of the first %d steps of this launch are exactly 0; look at the rewards "
+            "of some responses (`surefoot rollouts RUN`, `surefoot reward check RECIPE`)",
+            num_zero,
+        )
+
+
+def give_up(what: str, section: TrainSection, newest: Path | None, *, skipped: int) -> RunError:
+    """The error of a run that cannot continue as ``on_nan`` says; ``skipped`` counts its steps."""
+    latest = newest or "no checkpoint has been saved yet"
+    reasons = {
+        "stop": "",
+        "skip": f", and {counted(skipped, 'step')} skipped is more than train.max_skipped_steps "
+        f"({section.max_skipped_steps})",
+        "rollback": f", after {counted(MAX_ROLLBACKS, 'rollback')} to the latest checkpoint"
+        if newest
+        else ", and there is no checkpoint to roll back to",
+    }
+    ways = {
+        "stop": "set train.on_nan to skip or rollback",
+        "skip": "raise train.max_skipped_steps",
+        "rollback": "set train.on_nan to skip",
+    }
+    return RunError(
+        f"training stopped: {what} is NaN or infinite{reasons[section.on_nan]}. Latest checkpoint: "
+        f"{latest}. Lower the learning rate (optim), inspect the data of that step, or "
+        f"{ways[section.on_nan]}"
+    )

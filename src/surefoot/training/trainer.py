@@ -169,6 +169,7 @@ class Trainer:
     def _turn(self) -> None:
         """One optimizer step, on the next window or on the next part of a prepared one."""
         windows, loader = self.windows, self.windows.loader
+        # A rollback comes by here again, with one window more to leave out.
         windows.leave_out(self.state.skipped_windows)
         if windows.is_between and loader.window == 0:
             self.control.should_epoch_stop = False
@@ -203,6 +204,8 @@ class Trainer:
         self.callbacks.emit("on_optimizer_step")
         for step in steps:
             step.optimizer.zero_grad(set_to_none=True)
+        # One step late: the host reads the figures of step n while the device computes step n + 1,
+        # and never waits for it.
         if not self._read():
             return False
         state.global_step += 1
@@ -239,6 +242,8 @@ class Trainer:
 
         def before(index: int) -> None:
             self._progress.micro_batch = index
+            # Dropout of a micro-batch is that of a run that was never stopped, rolled back or
+            # split: it depends on no number drawn before.
             seed_everything(self.section.seed, step, index, *self.world.draws)
 
         def after(index: int) -> None:
@@ -291,6 +296,7 @@ class Trainer:
         is_back = section.on_nan == "rollback" and self._progress.rollbacks < MAX_ROLLBACKS
         if not is_back or newest is None:
             raise give_up(what, section, newest, skipped=state.num_skipped_steps)
+        # Kept aside: what is loaded knows only of those that were left out before it was saved.
         skipped = [*state.skipped_windows, taken.place]
         load(newest, self.states)  # which knows only those that were left out before it
         self.windows.memory.recall(state.global_step)
@@ -373,6 +379,8 @@ class Trainer:
             return
         names = [attribute.name for attribute in fields(self.control)]
         local_flags = [float(getattr(self.control, name)) for name in names]
+        # Else one rank would save while another trains, and both would wait for each other in
+        # collectives.
         *flags, number = self.world.largest([*local_flags, float(self.stop.received or 0)])
         for name, flag in zip(names, flags, strict=True):
             setattr(self.control, name, bool(flag))

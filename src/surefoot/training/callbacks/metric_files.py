@@ -64,6 +64,8 @@ class Jsonl(TrainerCallback):
         key = _key(record)
         if key in self._lines:
             offset, old = self._lines[key]
+            # The file keeps the first figures of the clock, so that trackers that follow it need
+            # not send a line twice.
             if _repeatable(old) == _repeatable(record):
                 return
             os.truncate(self.path, offset)
