@@ -341,7 +341,11 @@ RANKING, TAGGED = Alpaca(ranking=True), Alpaca(kto_tag="good")
                 ({"role": "user"}, r"turn 1: no key 'content' \(keys found: role\)"),
                 (said("user", [{"type": "text", "txt": "a"}]), "a text part without 'text', got"),
                 (said("user", [{"type": "text", "text": None}]), "a text part without 'text'"),
-                (said("user", [{"type": "image_url"}]), "only text parts are supported, got dict"),
+                (
+                    said("user", [{"type": "video_url"}]),
+                    "only parts with text or a picture are suppor",
+                ),
+                (said("user", [{"type": "image_url"}]), "has 0 pictures, and the texts have 1 pl"),
                 (said("user", [{"type": "text", "text": 1}]), "expected text, got int 1"),
             ]
         ],

@@ -13,6 +13,7 @@ JSON = Mapping[str, object]
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # of a message, in data and templates
 Dicts = Sequence[Mapping[str, object]]  # messages or tools, as chat templates take them
 Spans = list[tuple[int, int]]  # first and one past the last character
+MEDIUM = "\U000f0002"  # in the content of a message: a picture stands here
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class Message:
     fields: JSON = field(
         default_factory=dict, hash=False
     )  # its other keys, for templates that read them
+    media: tuple[str | bytes | None, ...] = ()  # the pictures of its content: path, or file; None
+    # where a column has it
 
     @property
     def is_empty(self) -> bool:

@@ -34,6 +34,21 @@ Datasets = Annotated[tuple[DatasetReference, ...], BeforeValidator(_separated)]
 
 
 @dataclass(frozen=True, kw_only=True)
+class MediaSection:
+    """Where the pictures of rows are, and how large they may be."""
+
+    folder: Path | None = None
+    """Folder that the paths of pictures in rows are relative to, and must be inside of; relative to
+    the recipe file. Unset: ``data.dataset_dir``."""
+    max_pixels: int | None = None
+    """Pictures with more pixels are made smaller before the model's own processor sees them; fewer
+    pixels are fewer tokens. Unset: as the processor does by itself."""
+
+    def __post_init__(self) -> None:
+        must(self, "be at least 1", "max_pixels")
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataSection:
     """Which datasets to train on, and how rows become tokens."""
 
@@ -106,6 +121,7 @@ class DataSection:
     buffer_size: int = 16384
     """With ``streaming``: shuffle within blocks of this many examples. Training starts when the
     first block is encoded."""
+    media: MediaSection = field(default_factory=MediaSection)
     cache_dir: Path | None = None
     """Folder for encoded datasets (default: ``surefoot`` in the user's cache folder)."""
 

@@ -24,6 +24,7 @@ from ..batch import Features
 from ..errors import DataError, counted
 from .data_order import Index, Mixing, hold_out, mixed
 from .example import BrokenRow, Example
+from .media.files import COLUMN
 from .order.loader import NOTHING, Shuffle
 from .rows.catalog import Catalog, check_rows
 from .rows.registry import DatasetEntry
@@ -72,6 +73,15 @@ class TrainingData(Generic[Examples_co]):
     def whole(self) -> EncodedDataset | None:
         """The training examples, if all of them are encoded before the first step."""
         return self.train if isinstance(self.train, EncodedDataset) else None
+
+    @property
+    def has_pictures(self) -> bool:
+        """Whether any example has one; of a stream, which is not known yet, True."""
+        if self.whole is None:
+            return True
+        stores = [store for data in (self.whole, *self.evals.values()) for store in data.stores]
+        columns = [store.features[COLUMN] for store in stores if COLUMN in store.features]
+        return any(column.offsets[-1] > 0 for column in columns)
 
     def order(self, section: DataSection, *, seed: int) -> Shuffle:
         """The order of the training examples in each epoch; see ``Shuffle``."""

@@ -1,10 +1,11 @@
 """Which attention computes packed rows right in an architecture: found by trying, before training.
 
-Three ways are tried in this order, and the first one that passes is used. One call per document
+Four ways are tried in this order, and the first one that passes is used. One call per document
 sees what the architecture's own mask shows, unless a sliding window or chunks are in the mask alone
-and a document is longer. transformers' own mask of a row tells documents apart by their positions,
-and costs the square of the row. Where an architecture builds its mask without positions, the mask
-of the row is passed to it.
+and a document is longer. For rows with pictures, whose tokens see each other in some models, each
+call may have the architecture's own mask of its document. transformers' own mask of a row tells
+documents apart by their positions, and costs the square of the row. Where an architecture builds
+its mask without positions, the mask of the row is passed to it.
 
 A way passes if nothing of a document depends on the one before it, and if a document in a row has
 the values that it has alone, in transformers' own attention. The document is as long as the longest
@@ -27,6 +28,7 @@ from ..batch import IGNORE_INDEX, Batch, Probe
 from ..errors import ModelError, first_line
 from .packed_attention import (
     KERNELS,
+    MASKS,
     PREFIX,
     BoundsMissingError,
     attend_by_mask,
@@ -121,6 +123,11 @@ def settle_attention(
         local_problem, may_share = _attempt(model, run, longest, probes)
         if (first := agreed(local_problem)) is None:
             return may_share
+        if probes:
+            set_attention(model, MASKS)
+            if agreed(_attempt(model, run, longest, probes)[0]) is None:
+                logger.info("packed attention: the model's own mask of each document: %s", first)
+                return False
         set_attention(model, plain)
         logger.info("packed attention: masks of whole rows: %s", first)
     for is_on in (False, True):
@@ -144,7 +151,8 @@ def _attempt(
     try:
         is_isolated, may_share = _isolation(model, run)
         problem = None if is_isolated else "examples in one row would see each other"
-        if problem is None and uses_document_attention(model):
+        has_own_mask = model.config._attn_implementation == MASKS
+        if problem is None and uses_document_attention(model) and not has_own_mask:
             problem = _other_mask(model, run, longest)
         if problem is None and not _is_as_alone(model, run, longest):
             problem = OTHER_VALUES

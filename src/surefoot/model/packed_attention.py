@@ -30,7 +30,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from inspect import signature
 from itertools import pairwise
@@ -42,7 +42,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ..errors import ModelError, first_line
 from .loading import on_meta, once_per_architecture
@@ -154,6 +154,7 @@ class Scoring:
     window: int | None
     softcap: float | None
     sinks: torch.Tensor | None = None  # [H] a score of each head beside those of the keys
+    seen: torch.Tensor | None = None  # [queries, keys] the model's own mask; None: causal
 
 
 Kernel = Callable[[Heads, Scoring], torch.Tensor]
@@ -181,7 +182,9 @@ def sdpa(heads: Heads, scoring: Scoring) -> torch.Tensor:
                 "model.attention: eager"
             )
     query_HTE, key_HTE, value_HTE = heads
-    mask = _mask(query_HTE, key_HTE, scoring.window)
+    mask = scoring.seen
+    if mask is None:
+        mask = _mask(query_HTE, key_HTE, scoring.window)
     return F.scaled_dot_product_attention(
         query_HTE,
         key_HTE,
@@ -216,6 +219,42 @@ def _eager(heads: Heads, scoring: Scoring) -> torch.Tensor:
     return F.dropout(weights, p=scoring.dropout) @ value
 
 
+class RowMask:
+    """What a model's own mask of a packed row shows inside of each document.
+
+    transformers composes masks of functions of positions in the row. Between two positions of a
+    document such a function says what it would say if the document were alone: windows depend on
+    distances, and the tokens of a picture, which see each other, are looked up. Only its own
+    treatment of packed rows would look them up at positions inside of documents; it is not asked
+    for, since these rows come with a padding mask of ones.
+    """
+
+    def __init__(self, function: Callable[..., torch.Tensor], device: torch.device) -> None:
+        self._function, self._device = function, device
+        self._known: dict[tuple[int, int], torch.Tensor | None] = {}
+
+    def of(self, start: int, stop: int) -> torch.Tensor | None:
+        """[n, n] the keys that each query of a document sees; None if they are those before it."""
+        if (start, stop) not in self._known:
+            at = torch.arange(start, stop, device=self._device)
+            first = torch.zeros(1, 1, dtype=torch.int64, device=self._device)  # row and head
+            seen = self._function(first, first, at[:, None], at[None]).expand(len(at), len(at))
+            # of a model on the meta device only the shapes matter
+            is_causal = seen.is_meta or torch.equal(seen, torch.ones_like(seen).tril())
+            self._known[start, stop] = None if is_causal else seen
+        return self._known[start, stop]
+
+
+def _row_mask_of(
+    *_: object, mask_function: Callable[..., torch.Tensor], device: torch.device, **__: object
+) -> torch.Tensor:
+    """A mask as transformers calls for it: a tensor with four dimensions, which models pass on
+    unread (of any other object, some ask for the dimensions), and which carries a ``RowMask``."""
+    mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
+    mask.of_row = RowMask(mask_function, device)  # type: ignore[attr-defined]
+    return mask
+
+
 def by_document(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
     """An attention function as transformers calls it, [1, H, T, E] in and [1, T, H, E] out."""
 
@@ -224,7 +263,7 @@ def by_document(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: torch.Tensor | None,  # noqa: ARG001 (transformers' signature)
+        attention_mask: torch.Tensor | None,
         **kwargs: object,
     ) -> tuple[torch.Tensor, None]:
         bounds = kwargs.get("document_bounds")
@@ -244,10 +283,14 @@ def by_document(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
         def each_alone(heads: Heads) -> torch.Tensor:
             # split, not slices: the backward pass of a slice would fill a whole row with zeros
             pieces = zip(*(torch.split(t, runs, dim=2) for t in heads), strict=True)
-            outputs = []
-            for prompt, _, second_length in parts:
-                first = next(pieces)
-                outputs.append(kernel(first, scoring))
+            outputs, start = [], 0
+            of_row: RowMask | None = getattr(attention_mask, "of_row", None)
+            for prompt, first_length, second_length in parts:
+                first, stop = next(pieces), start + prompt + first_length
+                seen = None if of_row is None else of_row.of(start, stop)
+                own = scoring if seen is None else replace(scoring, seen=seen)
+                outputs.append(kernel(first, own))
+                start = stop + second_length
                 if second_length:
                     outputs.append(kernel(_after(prompt, first, next(pieces)), scoring))
             return torch.cat(outputs, dim=2)
@@ -270,6 +313,11 @@ for _name, _kernel in KERNELS.items():
     # Not to be compiled: it would be compiled again for every number of documents.
     _attend = torch.compiler.disable(by_document(_kernel))  # type: ignore[no-untyped-call]
     AttentionInterface.register(PREFIX + _name, _attend)
+
+
+MASKS = PREFIX + "masks"  # sdpa, with the model's own mask of each document
+AttentionInterface.register(MASKS, torch.compiler.disable(by_document(sdpa)))  # type: ignore[no-untyped-call]
+AttentionMaskInterface.register(MASKS, _row_mask_of)
 
 
 class BoundsMissingError(ModelError):
@@ -379,7 +427,11 @@ def packed_arguments(
     bounds = cu_seqlens.tolist()
     if uses_document_attention(model):
         parts = None if branches is None else branches.tolist()
-        return {"document_bounds": Bounds(bounds, parts)}
+        arguments: dict[str, object] = {"document_bounds": Bounds(bounds, parts)}
+        if model.config._attn_implementation == MASKS:  # or transformers would look for documents
+            ones = torch.ones(1, bounds[-1], dtype=torch.int64, device=model.device)
+            arguments["attention_mask"] = ones
+        return arguments
     if branches is not None:
         raise ModelError(
             f"{type(model).__name__}: responses cannot share a prompt with the attention "

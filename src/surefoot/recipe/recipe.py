@@ -237,11 +237,14 @@ def _with_places(recipe: Recipe, base_of: BaseOf) -> Recipe:
     frozen = tuple(locate(folder, below) for folder in model.frozen_adapters)
     datasets = locate(data.dataset_dir, base_of(("data", "dataset_dir")))
     run, caches = train.output_dir, (data.cache_dir, train.cache_dir)
+    media = data.media
+    if media.folder is not None:
+        media = replace(media, folder=locate(media.folder, base_of(("data", "media", "folder"))))
     data_cache, run_cache = (path.expanduser().absolute() if path else None for path in caches)
     return replace(
         recipe,
         model=replace(model, path=path, adapter=adapter, frozen_adapters=frozen),
-        data=replace(data, dataset_dir=datasets, cache_dir=data_cache),
+        data=replace(data, dataset_dir=datasets, media=media, cache_dir=data_cache),
         train=replace(
             train,
             output_dir=run.expanduser() if isinstance(run, Path) else run,

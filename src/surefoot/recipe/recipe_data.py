@@ -7,16 +7,22 @@ rows.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from transformers import PretrainedConfig
+import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from ..data.media.batch_media import BatchMedia, ModelInputs
+from ..data.media.files import MediaFiles
+from ..data.media.processor import open_processor
 from ..data.order.micro_batches import fitting_micro_batch
 from ..data.rows.catalog import problems_of
 from ..data.section import DataSection
+from ..data.store.cache import default_folder
 from ..data.text.codec import Codec
 from ..data.text.templates import section_template
 from ..data.training_data import Encoding, EncodingReport, encode_stream, prepare
@@ -33,6 +39,7 @@ from ..model.config import (
 from ..model.loading import resolve
 from ..model.section import ModelSection
 from ..model.tokenizer import TOKENIZER_CONFIG, load_tokenizer
+from ..network.draft import from_config
 from ..schema import Unset
 from ..training.section import TrainSection
 from .recipe import Recipe
@@ -92,7 +99,24 @@ def open_codec(recipe: Recipe, base: Path) -> Codec:
     except TemplateError as error:
         more = problems_of(recipe.data)  # so that all are said at once
         raise TemplateError("\n".join([str(error), *more])) from error
-    return Codec(tokenizer, template, settled(recipe, base).data)
+    media = media_of(recipe, base, tokenizer) if recipe.stage.reads_pictures else None
+    return Codec(tokenizer, template, settled(recipe, base).data, media)
+
+
+def media_of(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBase) -> BatchMedia | None:
+    """How the model in ``base`` reads pictures; None if it reads text alone. Raises ``ModelError``:
+    its processor cannot be opened."""
+    processor = open_processor(base, tokenizer, trust_remote_code=recipe.model.trust_remote_code)
+    if processor is None:
+        return None
+    with torch.device("meta"):  # its code is asked, and none of its values
+        model = from_config(base, recipe.model)
+    names = frozenset(inspect.signature(model.forward).parameters)
+    rope_index = getattr(getattr(model, "model", None), "get_rope_index", None)
+    data = recipe.data
+    folder, cache = data.media.folder or data.dataset_dir, data.cache_dir or default_folder()
+    files = MediaFiles(data.media, folder, cache / "media")
+    return BatchMedia(processor, files, ModelInputs(names, rope_index))
 
 
 def settled(recipe: Recipe, base: Path) -> Recipe:

@@ -33,7 +33,7 @@ from ..training.trainer import Trainer
 from ..training.windows import Windows, num_steps
 from . import _data_loading as data_loading
 from .code_files import check_code, code_of
-from .contexts import RunColumns, build_evaluation, precompute, served_policy
+from .contexts import RunColumns, build_evaluation, precompute, probes_of, served_policy
 from .foreign_resume import ForeignTrainer, detect_trainer
 from .from_python import AS_IN_THE_RECIPE, StageParts
 from .models import check_models, find_bases, open_auxiliary
@@ -117,15 +117,15 @@ def build(
     code |= bases.record() if trial is None and world.is_main else {}
     data, feeder = data_loading.open_data(recipe, codec, base, world)
     longest = data_loading.longest_document(recipe, data)
+    probes = probes_of(recipe, codec, data)
     saved = start is not None and start.has_base and recipe.method.saves_base_model
 
     def opened(needs_start: bool) -> Network:
         is_new = start is None or needs_start
         is_read = is_new or not saved  # if no checkpoint has all values, or they are needed before
         tokenizer = codec.tokenizer
-        return open_policy(
-            recipe, base, tokenizer, world, is_read=is_read, is_new=is_new, longest=longest
-        )
+        given = {"is_read": is_read, "is_new": is_new}
+        return open_policy(recipe, base, tokenizer, world, longest=longest, probes=probes, **given)
 
     beside = partial(
         open_auxiliary, recipe, codec=codec, world=world, longest=longest, folders=bases.folders
@@ -167,6 +167,7 @@ def build_saver(
     saved_tokenizer = tokenizer_of(Path(codec.tokenizer.name_or_path))
     files = {RUN_RECIPE: dump(recipe).encode()}
     files |= weights.tokenizer_files(codec.tokenizer, saved_tokenizer)
+    files |= {} if codec.media is None else codec.media.processor.files
     files |= policy.weights.small_files(base.at_commit(), base.folder, codec.stop_token_ids)
     section = recipe.checkpoint
     return AsyncSaver(

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from ..batch import Probe
 from ..checkpoint.saving.saver import AsyncSaver
-from ..data.order.micro_batches import Collation
+from ..data.order.micro_batches import Collation, without_labels
 from ..data.store.cache import default_folder
 from ..data.store.dataset import EncodedDataset
 from ..data.text.codec import Codec
@@ -155,7 +156,7 @@ def context_of(
 ) -> NetworkContext:
     """The context of the recipe's stage over ``networks``, by role."""
     memory = memory or MemoryGuard.of(recipe.train, world)
-    collation = collation_of(recipe)
+    collation = collation_of(recipe, codec)
     return NetworkContext(codec, recipe.stage, networks, memory, collation, world, seed)
 
 
@@ -189,7 +190,7 @@ def build_evaluation(
         stage,
         policy,
         context,
-        collation_of(recipe).for_model(policy.sharing),
+        collation_of(recipe, codec).for_model(policy.sharing),
         guard,
         section.global_batch_size,
         world,
@@ -216,6 +217,19 @@ def served_policy(
     )
 
 
-def collation_of(recipe: Recipe) -> Collation:
-    """How examples become a batch everywhere in a run, and before it."""
-    return Collation(recipe.stage.collate, recipe.data.packing)
+def collation_of(recipe: Recipe, codec: Codec | None = None) -> Collation:
+    """How examples become a batch everywhere in a run, and before it; with their pictures, if
+    ``codec`` reads any."""
+    media = None
+    if codec is not None and codec.media is not None:
+        media = replace(codec.media, make_spare=lambda: without_labels(codec.picture_probe()[0]))
+    return Collation(recipe.stage.collate, recipe.data.packing, media=media)
+
+
+def probes_of(recipe: Recipe, codec: Codec, data: AnyData) -> Sequence[Probe]:
+    """Documents with pictures, for the check of packed rows; none if the run has text alone."""
+    if codec.media is None or not recipe.data.packing or not data.has_pictures:
+        return ()
+    packed, items = collation_of(recipe, codec), codec.picture_probe()
+    padded = replace(packed, packing=False)
+    return [Probe(packed.batch(items), [padded.batch([item]) for item in items])]

@@ -8,7 +8,7 @@ equal on the same kind of machine.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ import xxhash
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from ..batch import StepRunner
+from ..batch import Probe, StepRunner
 from ..data.text.codec import Codec
 from ..data.text.templates import template_mismatch
 from ..model import packed_attention
@@ -81,11 +81,13 @@ def open_policy(
     is_read: bool = True,
     is_new: bool = True,
     longest: int = 0,
+    probes: Sequence[Probe] = (),
 ) -> Network:
     """The model that a recipe trains; on the meta device if a checkpoint has all of its weights.
     ``is_new`` is False if a checkpoint has the values of what the method adds. ``longest`` are the
-    tokens of the longest document in packed rows."""
+    tokens of the longest document in packed rows, ``probes`` rows with pictures."""
     options = options_of(recipe, is_read=is_read, is_new=is_new, longest=longest)
+    options = replace(options, probes=probes)
     network = open_network(base, recipe.model, tokenizer, world, options)
     percent = 100 * network.num_trainable / network.num_parameters
     logger.info("trainable parameters: %s (%.3g %% of all)", f"{network.num_trainable:,}", percent)

@@ -26,6 +26,7 @@ class SFT(Stage):
     ``data.train_on_prompt``)."""
 
     encoding: ClassVar[str] = "2"  # drops undesirable rows
+    reads_pictures = True
     metrics = with_perplexity
 
     loss_type: Literal["cross_entropy", "dft", "eaft", "asft"] = "cross_entropy"

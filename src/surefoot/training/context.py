@@ -154,7 +154,7 @@ class NetworkContext:
         """This rank's micro-batches of ``size`` with their examples, perhaps none. It is to be
         closed: until then the network may have other values."""
         network, world, spec = self.networks[role], self.world, spec_of(self.stage, role)
-        collation = self.collation.for_model(network.sharing)
+        collation = self.collation.for_model(network.sharing).among(examples, world.num_data_ranks)
         with network.evaluating():
             for items in in_turn(len(examples), size, world.data_rank, world.num_data_ranks):
                 batch = collation.batch_of(items, examples).to(device())

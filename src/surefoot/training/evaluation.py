@@ -106,8 +106,9 @@ class Evaluation:
             for name, value in prepared.figures.items():
                 figures[name] = figures.get(name, 0.0) + value * len(items)
             ranks = self.world.data_rank, self.world.num_data_ranks
+            collation = self.collation.among(prepared.examples, self.world.num_data_ranks)
             for group in in_turn(len(prepared.examples), size, *ranks):
-                yield self.collation.batch_of(group, prepared.examples)
+                yield collation.batch_of(group, prepared.examples)
 
 
 def prefixed(parts: Mapping[str, Mapping[str, float]], prefix: str) -> dict[str, float]:

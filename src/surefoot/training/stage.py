@@ -102,6 +102,7 @@ class Stage(ABC):
     """One training objective: what differs from here. Its fields are its settings in the recipe."""
 
     uses_template: ClassVar[bool] = True  # whether its examples are conversations
+    reads_pictures: ClassVar[bool] = False  # or a row with pictures stops the run
     encoding: ClassVar[str] = ""  # version of what ``encode`` makes, in the key of cached datasets
     heads: ClassVar[Sequence[str]] = ()  # outputs that need a head of their own, on the policy
     kept_by: ClassVar[Literal["item", "window"]] = "item"  # what ``precompute`` depends on

@@ -19,6 +19,7 @@ import numpy as np
 from ...batch import IGNORE_INDEX, Batch, Features, Window
 from ...errors import DataError
 from ..data_order import Index
+from ..media.batch_media import BatchMedia, has_pictures
 from ..store.cache import num_tokens
 from ..text.collation import unshared
 
@@ -66,6 +67,7 @@ class Collation:
     collate: Callable[..., Batch]  # of the stage: ``collate(features, packing=...)``
     packing: bool = True
     sharing: Sharing | None = None  # of the model; None: whatever ``collate`` does
+    media: BatchMedia | None = None  # of a model that reads pictures, too
 
     def for_model(self, sharing: Sharing) -> Collation:
         """The same for a model, with a prompt for each response if it cannot share prompts."""
@@ -73,8 +75,19 @@ class Collation:
 
     def batch(self, features: Sequence[Features]) -> Batch:
         """The batch of some examples, at least one."""
+        if self.media is not None:
+            features = self.media.complete(features)
         collated = self.collate(features, packing=self.packing)
+        if self.media is not None:
+            collated = self.media.added(collated, features)
         return collated if self.sharing is None or self.sharing.is_proven else unshared(collated)
+
+    def among(self, examples: Sequence[Features], num_ranks: int) -> Collation:
+        """The same for the micro-batches of ``examples``, which several ranks compute together: if
+        any of them has a picture, each micro-batch of every rank gets one."""
+        if self.media is None or num_ranks == 1 or not has_pictures(examples):
+            return self
+        return replace(self, media=self.media.with_spare())
 
     def batch_of(self, group: Index, items: Items, spares: Items | None = None) -> Batch:
         """The batch of a group; of none, the first of ``spares`` (or ``items``) without labels."""
@@ -137,8 +150,8 @@ class Batching:
         """
         if lengths is None:
             lengths = np.array([num_tokens(example) for example in examples], np.int64)
-        groups = self.groups(lengths)
-        return [self.collation.batch_of(group, examples, spares) for group in groups]
+        groups, collation = self.groups(lengths), self.collation.among(examples, self.world_size)
+        return [collation.batch_of(group, examples, spares) for group in groups]
 
 
 def without_labels(example: Features) -> Features:

@@ -44,7 +44,7 @@ REFUSED = {
     "file once, and give that as file_name",
 }
 WORDS = {str: "text", bool: "true or false", int: "a whole number", dict: "an object"}
-MEDIA = ("images", "videos", "audios", "image", "video", "audio")
+MEDIA = ("videos", "audios", "image", "video", "audio")
 LOOK, MOST = 20, 1000  # rows; the larger number if a column of the first ones has only nulls
 RESPONSES = ("output", "response", "completion", "answer")
 PROMPTS = ("instruction", "prompt", "question")
@@ -73,7 +73,9 @@ class DatasetEntry:
 
     def describe(self) -> str:
         """Everything except the content of the files that determines the examples."""
-        return f"{self.format} {self.columns} {self.num_samples}"
+        # as before rows had pictures, so that caches of text are still found
+        form = str(self.format).replace("images='images', ", "")
+        return f"{form} {self.columns} {self.num_samples}"
 
 
 def read_entry(
@@ -179,7 +181,8 @@ def _names(raw: Mapping[str, Any], key: str, kind: str, where: str) -> dict[str,
     for name, value in listed.items():
         if name in MEDIA and value is not None:
             raise DataError(
-                f"{where}.{name}: only text is supported, not {name}; null leaves them out"
+                f"{where}.{name}: only text and pictures (columns: images) are supported, not "
+                f"{name}; null leaves them out"
             )
         if name not in allowed and name not in MEDIA:
             words = ", ".join(allowed) or f"no {key}"

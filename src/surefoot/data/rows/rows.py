@@ -200,13 +200,13 @@ def too_many_broken(name: str, broken: Sequence[BrokenRow], limit: int) -> DataE
 
 
 def check_columns(entry: DatasetEntry, index: int, row: Row) -> None:
-    """Raises ``DataError``: a row has images, or functions, that its entry does not read."""
+    """Raises ``DataError``: a row has videos, or functions, that its entry does not read."""
     for name in MEDIA:
         if row.get(name) and name not in entry.named:
             raise DataError(
-                f"dataset {entry.name!r}: row {index} has {name}, and only text is supported; "
-                f'leave such rows out, or add "columns": {{"{name}": null}} to the entry to train '
-                "on the text without them"
+                f"dataset {entry.name!r}: row {index} has {name}, and only text and pictures are "
+                f'supported; leave such rows out, or add "columns": {{"{name}": null}} to the '
+                'entry to train on the text without them, or {"images": "image"} for pictures'
             )
     if row.get("functions") and not {"functions", "tools"} & set(entry.named):
         raise DataError(

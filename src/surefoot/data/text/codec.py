@@ -21,8 +21,21 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from ...batch import IGNORE_INDEX, Features
-from ...errors import TemplateError
-from ..example import EMPTY, JSON, Dicts, Dropped, Encoded, Example, Message, Truncated
+from ...errors import DataError, TemplateError
+from ..example import (
+    EMPTY,
+    JSON,
+    MEDIUM,
+    Dicts,
+    Dropped,
+    Encoded,
+    Example,
+    Message,
+    Truncated,
+    items_of,
+)
+from ..media.batch_media import BatchMedia
+from ..media.files import COLUMN, NOISE, Seen, as_column
 from ..section import DataSection
 from ._tokenization import Bounds, RenderedText, Tokenization, Tokens, canonical
 from .templates import AUTO, Template, check_row_arguments
@@ -51,6 +64,7 @@ UNCLEAR = Dropped(
     "<think> if a thought ends there, or write `</think>` in backticks if it is text"
 )
 NO_TEXT = Dropped("empty text")
+CUT_THROUGH = Dropped("data.cutoff_len would cut through a picture")
 
 
 class NextTurn(NamedTuple):
@@ -68,9 +82,14 @@ class Codec:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, template: Template | None, section: DataSection
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: Template | None,
+        section: DataSection,
+        media: BatchMedia | None = None,
     ) -> None:
-        """``template`` may be None if only documents are encoded (``stage: pt``)."""
+        """``template`` may be None if only documents are encoded (``stage: pt``), ``media`` if the
+        model or the stage reads text alone."""
         is_unwritten = template and template.last_ends == (tokenizer.eos_token,)
         if template and is_unwritten and section.train_on_prompt:
             raise TemplateError(
@@ -79,6 +98,7 @@ class Codec:
             )
         self.tokenizer = tokenizer
         self.section = section
+        self.media = media
         self._template = template
         self._of_arguments: dict[str, Codec] = {}  # see ``given``
         self._lock = Lock()  # what is Python; a template renders for one thread at a time only
@@ -173,7 +193,7 @@ class Codec:
 
     def with_section(self, section: DataSection) -> Codec:
         """The same tokenizer and template with other settings."""
-        codec = Codec(self.tokenizer, self._template, section)
+        codec = Codec(self.tokenizer, self._template, section, self.media)
         shared = ("_renderer", "_locator", "_chat", "_documents", "_lock")
         vars(codec).update({name: vars(self)[name] for name in shared if name in vars(self)})
         return codec
@@ -206,11 +226,14 @@ class Codec:
         ]
         if (trained := self.section.train_on_thoughts) != "all":
             parts.append(trained)
+        if self.media is not None:
+            parts += [self.media.processor.fingerprint, self.section.media.max_pixels]
+            parts.append(str(self.media.files.folder))
         return xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
 
     @cached_property
     def _renderer(self) -> Renderer:
-        return Renderer(self.template.source, self.tokenizer)
+        return Renderer(self.template.source, self.tokenizer, reads_media=self.media is not None)
 
     @cached_property
     def _locator(self) -> ResponseLocator:
@@ -224,7 +247,8 @@ class Codec:
     @cached_property
     def _chat(self) -> Tokenization:
         written = self._renderer.written_tokens()
-        return Tokenization(self.tokenizer, {*written, *self.template.stop, *self._ends})
+        media = () if self.media is None else self.media.processor.control
+        return Tokenization(self.tokenizer, {*written, *self.template.stop, *self._ends, *media})
 
     @cached_property
     def _last_ends(self) -> list[int]:
@@ -307,7 +331,14 @@ class Codec:
                 _ = codec._locator
         except TemplateError as error:
             return Dropped(str(error))
-        return codec._draft(example)
+        rendered = codec._draft(example)
+        if self.media is None or isinstance(rendered, Dropped):
+            return rendered
+        pictures = [self._looked_at(source, example.origin) for source in rendered.sources]
+        try:
+            return self._placed(rendered, pictures)
+        except DataError as error:
+            return Dropped(str(error))
 
     def given(self, arguments: JSON) -> Codec:
         """This codec, or one that gives the template the arguments of a row too. Raises
@@ -341,6 +372,13 @@ class Codec:
         if any(messages[i].is_empty for i in trained if messages[i].role == "assistant"):
             return EMPTY
         messages = messages[: trained[-1] + 1]
+        sources = [source for message in messages for source in message.media if source]
+        if sources and self.media is None:
+            raise DataError(
+                f"{example.origin}: the row has pictures, and this model or stage reads text alone "
+                '(stage: sft reads pictures); leave such rows out, or add "columns": {"images": '
+                "null} to the entry to train on the text without them"
+            )
         if any(is_unclear(message, self.template.thoughts) for message in messages):
             return UNCLEAR
         locator, is_whole = self._locator, self.section.train_on_prompt
@@ -361,7 +399,37 @@ class Codec:
             return Dropped(str(error))
         if is_whole:
             parts += [turn for turn in turns if turn.index in selected]
-        return RenderedConversation(RenderedText(text, marked), turns, parts)
+        return RenderedConversation(RenderedText(text, marked), turns, parts, sources)
+
+    def _looked_at(self, source: str | bytes, origin: str) -> Seen:
+        """A picture of a row. Raises ``DataError``, which stops the run: a file can be mended, and
+        a row that was dropped for it would be missing from the cache for good."""
+        assert self.media is not None
+        try:
+            return self.media.files.look(source)
+        except DataError as error:
+            name = f"{source} " if isinstance(source, str) else ""
+            raise DataError(f"{origin}: picture {name}: {error}".replace(" : ", ": ")) from None
+
+    def _placed(
+        self, rendered: RenderedConversation, pictures: Sequence[Seen]
+    ) -> RenderedConversation:
+        """The same with placeholders as long as pictures, and spans where they are then. Raises
+        ``DataError``: the model takes no picture of a size, or the template writes none."""
+        assert self.media is not None
+        processor, whole = self.media.processor, rendered.text.text
+        pictures = [p._replace(tokens=processor.count((p.width, p.height))) for p in pictures]
+        expanded = {whole: processor.expand(whole, pictures, is_whole=True)}
+
+        def moved(span: ResponseSpan) -> ResponseSpan:
+            if span.text not in expanded:
+                expanded[span.text] = processor.expand(span.text, pictures, is_whole=False)
+            to = expanded[span.text]
+            return replace(span, text=to.text, start=to.moved(span.start), end=to.moved(span.end))
+
+        text = replace(rendered.text, text=expanded[whole].text)
+        turns, parts = list(map(moved, rendered.turns)), list(map(moved, rendered.parts))
+        return replace(rendered, text=text, turns=turns, parts=parts, pictures=pictures)
 
     def _encoded(self, rendered: RenderedConversation, tokens: Tokens) -> Encoded:
         """Set labels, and truncate to ``cutoff_len``."""
@@ -382,7 +450,44 @@ class Codec:
         features = [item.features for item in fitted if item is not None]
         if not features:
             return NO_ROOM
+        if self.media is not None:
+            with_media = [self._with_media(each, rendered.pictures) for each in features]
+            features = [each for each in with_media if each is not None]
+            if len(features) < len(with_media):
+                return CUT_THROUGH
         return Truncated(features) if is_cut else features
+
+    def _with_media(self, item: Features, pictures: Sequence[Seen]) -> Features | None:
+        """An item with its pictures, whose tokens nothing is trained on; None if
+        ``cutoff_len`` splits one."""
+        assert self.media is not None
+        processor, ids = self.media.processor, item["input_ids"]
+        if (whole := processor.kept(ids, pictures)) is None:
+            return None
+        labels = item["labels"]
+        if whole:
+            placed = processor.token_ids
+            labels = [IGNORE_INDEX if i in placed else n for i, n in zip(ids, labels, strict=True)]
+        return {"input_ids": ids, "labels": labels, COLUMN: as_column(whole)}
+
+    def picture_probe(self) -> list[Features]:
+        """Two short conversations about pictures of noise, which stand at other offsets."""
+        examples = []
+        for number, words in enumerate(
+            ("one", "what is it, and where, and why is it there, if it is")
+        ):
+            noise = f"{NOISE}{number},{96 + 64 * number},96"
+            question = Message("user", f"{words} {MEDIUM} then?", media=(noise,))
+            examples.append(Example((question, Message("assistant", f"{words} is the answer"))))
+        section = replace(self.section, cutoff_len=None, mask_history=False)
+        found = self.with_section(replace(section, cutoff_len=1 << 20)).encode_chats(examples)
+        items = [item for outcome in found for item in items_of(outcome)]
+        if len(items) < len(examples):
+            why = next(each.reason for each in found if isinstance(each, Dropped))
+            raise TemplateError(
+                f"data.template: {self.template.name} cannot write a picture: {why}"
+            )
+        return items
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,6 +497,8 @@ class RenderedConversation:
     text: RenderedText
     turns: Sequence[ResponseSpan]  # trained responses; all of them if the whole text is trained
     parts: Sequence[ResponseSpan]  # other trained contents; masked ones if the whole text is
+    sources: Sequence[str | bytes] = ()  # of its pictures, in the order of their placeholders
+    pictures: Sequence[Seen] = ()  # the same, once they are looked at
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ....errors import DataError
 from ...example import Example, Message
-from ._turns import with_system
+from ._turns import with_pictures, with_system
 from .fields import Row, as_text, label, missing, shown, structure, text, tools
 
 
@@ -31,6 +31,8 @@ class Alpaca:
     """The system message."""
     tools: str | None = "tools"
     """Functions the model may call: a list of schemas, or the same as a JSON string."""
+    images: str | None = "images"
+    """Pictures, in the order of the marks ``<image>`` in the texts: paths, data URLs or bytes."""
     chosen: str | None = "chosen"
     """The chosen response, with ``ranking``."""
     rejected: str | None = "rejected"
@@ -47,6 +49,7 @@ class Alpaca:
             raise missing(row, self.prompt)
         question = Message("user", "\n".join(part for part in (prompt, query) if part))
         before = with_system(text(row, self.system), (*self._history(row), question))
+        before = with_pictures(before, row, self.images)
         functions = tools(row, self.tools)
         if self.ranking:
             chosen, rejected = (self._answer(row, name) for name in (self.chosen, self.rejected))

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ....errors import DataError
 from ...example import Example, Message
-from ._turns import Turns, with_system
+from ._turns import Turns, with_pictures, with_system
 from .fields import Row, as_text, from_json, label, missing, shown, text, tools
 
 _TURNS = Turns(
@@ -40,6 +40,8 @@ class TRL:
     """The system message, if it is not the first message."""
     tools: str | None = "tools"
     """Functions the model may call: a list of schemas, or the same as a JSON string."""
+    images: str | None = "images"
+    """Pictures, in the order of their places in the prompt, or before the first question."""
     chosen: str | None = "chosen"
     """The chosen response, with ``ranking``: a text, or messages that end in it."""
     rejected: str | None = "rejected"
@@ -57,13 +59,15 @@ class TRL:
             if not prompt:
                 raise missing(row, self.prompt)
             messages = (*prompt, *(self._messages(row, self.completion, "assistant") or ()))
-            return Example(with_system(system, messages), functions, label=label(row, self.kto_tag))
+            messages = with_pictures(with_system(system, messages), row, self.images)
+            return Example(messages, functions, label=label(row, self.kto_tag))
         (before, chosen), (other, rejected) = (
             self._answer(row, column, prompt) for column in (self.chosen, self.rejected)
         )
         if before != other:
             raise DataError(f"{self.chosen!r} and {self.rejected!r} answer different prompts")
-        return Example(with_system(system, before), functions, chosen=chosen, rejected=rejected)
+        before = with_pictures(with_system(system, before), row, self.images)
+        return Example(before, functions, chosen=chosen, rejected=rejected)
 
     def _answer(
         self, row: Row, column: str | None, prompt: tuple[Message, ...]

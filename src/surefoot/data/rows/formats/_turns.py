@@ -6,13 +6,16 @@ Function calls are read in two forms: a turn of its own whose content is the cal
 
 from __future__ import annotations
 
+import base64
+import binascii
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from io import BytesIO
 from typing import ClassVar
 
 from ....errors import DataError
-from ...example import JSON, THOUGHT_KEYS, Example, Message, Role
+from ...example import JSON, MEDIUM, THOUGHT_KEYS, Example, Message, Role
 from .fields import (
     Row,
     as_text,
@@ -31,6 +34,9 @@ THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 WRAPPED_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _CURE = 'write "weight": 0 to mask a turn, "weight": 1 to train on it'
 MEDIA = ("images", "videos", "audios", "image", "video", "audio")
+PICTURE = "<image>"  # LLaMA-Factory's mark
+PICTURE_PARTS = ("image", "image_url", "input_image")  # types of OpenAI's parts and transformers'
+_SOURCES = ("image_url", "image", "url", "path", "base64")
 # Keys of a turn that have a place of their own in a message.
 _READ = ("role", "content", "tool_calls", "function_call", *MEDIA, *THOUGHT_KEYS)
 EMPTY: tuple[object, ...] = (None, "", [], {})
@@ -114,8 +120,10 @@ class Turns:
             return Message(standard_role, "", calls, learn, thought, self._fields(turn))
         if self.content not in turn:
             raise DataError(f"{where}: no key {self.content!r} (keys found: {', '.join(turn)})")
-        words = _content(content, f"{where}: {self.content!r}")
-        return Message(standard_role, words, calls, learn, thought, self._fields(turn))
+        words, media = _content(content, f"{where}: {self.content!r}")
+        if media and standard_role == "assistant":
+            raise DataError(f"{where}: a picture in an answer, which no model writes here")
+        return Message(standard_role, words, calls, learn, thought, self._fields(turn), media)
 
     def _fields(self, turn: Row) -> JSON:
         """Keys that a chat template may read, such as ``name`` and ``tool_call_id``."""
@@ -145,6 +153,8 @@ class TurnFormat:
     """The system message, if it is not the first turn."""
     tools: str | None = "tools"
     """Functions the model may call: a list of schemas, or the same as a JSON string."""
+    images: str | None = "images"
+    """Pictures, in the order of the marks ``<image>`` in the turns: paths, data URLs or bytes."""
     chosen: str | None = "chosen"
     """The chosen response, with ``ranking``: a turn or its text."""
     rejected: str | None = "rejected"
@@ -179,7 +189,9 @@ class TurnFormat:
         }
         turns = Turns(self.role_tag, self.content_tag, roles, self.function_tag)
         return Example(
-            with_system(text(row, self.system), turns.of(row, self.messages)),
+            with_pictures(
+                with_system(text(row, self.system), turns.of(row, self.messages)), row, self.images
+            ),
             tools(row, self.tools),
             chosen=turns.answer(row, self.chosen) if self.ranking else None,
             rejected=turns.answer(row, self.rejected) if self.ranking else None,
@@ -235,16 +247,96 @@ def _thought(turn: Row, role: Role, where: str) -> str:
     return texts.pop()
 
 
-def _content(value: object, where: str) -> str:
-    """Text, or a list of text parts, concatenated."""
+def _content(value: object, where: str) -> tuple[str, tuple[str | bytes | None, ...]]:
+    """Text, or a list of parts, concatenated, and the pictures that stand in it."""
     if not isinstance(value, list):
-        return as_text(value, where)
+        return as_text(value, where), ()
+    words, media = list[str](), list[str | bytes | None]()
     for part in value:
-        if not isinstance(part, Mapping) or part.get("type") != "text":
-            raise DataError(f"{where}: only text parts are supported, got {shown(part)}")
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in ("text", *PICTURE_PARTS):
+            raise DataError(
+                f"{where}: only parts with text or a picture are supported, got {shown(part)}"
+            )
         if _learn(part, where) is not None:
             raise DataError(f"{where}: a turn is trained on as a whole, got {shown(part)}; {_CURE}")
-    return "".join(_part(part, where) for part in value)
+        if kind == "text":
+            words.append(_part(part, where))
+            continue
+        sources = [part[key] for key in _SOURCES if part.get(key) is not None]
+        media.append(_source_of(sources[0], where) if sources else None)
+        words.append(MEDIUM)
+    return "".join(words), tuple(media)
+
+
+def with_pictures(
+    messages: tuple[Message, ...], row: Row, column: str | None
+) -> tuple[Message, ...]:
+    """The messages with the pictures of a column where they stand: at the marks ``<image>`` and at
+    parts without a picture of their own, or, if there are none, before the first question, as TRL
+    has it. Raises ``DataError``: there are more or fewer of them."""
+    listed = structure(row, column) if isinstance(row.get(column or ""), list) else None
+    value = row.get(column) if column else None
+    listed = value if listed is None and value not in EMPTY else listed
+    pictures = listed if isinstance(listed, list) else [] if listed is None else [listed]
+    sources = [_source_of(each, f"column {column!r}") for each in pictures]
+    if sources:
+        messages = tuple(map(_marked, messages))
+    count = sum(message.media.count(None) for message in messages)
+    users = [i for i, message in enumerate(messages) if message.role == "user"]
+    if sources and users and not any(message.media for message in messages):
+        first = messages[users[0]]
+        added = replace(first, content=MEDIUM * len(sources) + first.content, media=tuple(sources))
+        return (*messages[: users[0]], added, *messages[users[0] + 1 :])
+    if count != len(sources):
+        raise DataError(
+            f"column {column!r} has {len(sources)} pictures, and the texts have {count} places for "
+            f"them (marks {PICTURE} or parts without a picture of their own)"
+        )
+    rest = iter(sources)
+    filled = []
+    for message in messages:
+        media = tuple(next(rest) if each is None else each for each in message.media)
+        if media and message.role == "assistant":
+            raise DataError(f"the mark {PICTURE} in an answer; a model writes no pictures")
+        filled.append(replace(message, media=media) if media else message)
+    return tuple(filled)
+
+
+def _source_of(value: object, where: str) -> str | bytes:
+    """A picture in a row: a path, a data URL, bytes, ``{"bytes", "path"}`` as ``datasets`` stores
+    one, or a picture of Pillow. Raises ``DataError``: it is none of these."""
+    if isinstance(value, str) and value.startswith("data:"):
+        head, _, body = value.partition(",")
+        try:
+            if not head.endswith(";base64"):
+                raise ValueError("no base64")
+            return base64.b64decode(body, validate=True)
+        except (ValueError, binascii.Error) as error:
+            raise DataError(f"{where}: a data URL that cannot be decoded ({error})") from None
+    if isinstance(value, Mapping):
+        inside = (value.get(key) for key in ("bytes", "path", "url", "image", "image_url"))
+        return _source_of(next((each for each in inside if each is not None), None), where)
+    if isinstance(value, str | bytes) and value:
+        return value
+    save = getattr(value, "save", None)
+    if callable(save):
+        buffer = BytesIO()
+        save(buffer, format="PNG")
+        return buffer.getvalue()
+    expected = "a path, a data URL or the bytes of a picture"
+    raise DataError(f"{where}: expected {expected}, got {type(value).__name__}")
+
+
+def _marked(message: Message) -> Message:
+    """A message with each mark ``<image>`` as a picture that is not known yet."""
+    if PICTURE not in message.content:
+        return message
+    own, media = iter(message.media), list[str | bytes | None]()
+    for each in re.findall(f"{PICTURE}|{MEDIUM}", message.content):
+        media.append(None if each == PICTURE else next(own))
+    content = message.content.replace(PICTURE, MEDIUM)
+    return replace(message, content=content, media=tuple(media))
 
 
 def _part(part: Row, where: str) -> str:

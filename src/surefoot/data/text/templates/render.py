@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ....errors import TemplateError
-from ...example import JSON, THOUGHT_KEYS, Dicts, Message, Spans
+from ...example import JSON, MEDIUM, THOUGHT_KEYS, Dicts, Message, Spans
 
 Words = tuple[str, str]  # before and after a thought
 USUAL: Words = ("<think>\n", "\n</think>\n\n")
@@ -70,8 +70,12 @@ class Renderer:
     It runs in Jinja's sandbox as transformers sets that up, which bounds neither time nor memory.
     """
 
-    def __init__(self, source: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, source: str, tokenizer: PreTrainedTokenizerBase, *, reads_media: bool = False
+    ) -> None:
+        """``reads_media``: a ``MEDIUM`` in a content is a picture, which the template writes."""
         self.source = source
+        self._reads_media = reads_media
         self.thoughts_field = field_of(source)
         self.has_marks = _MARK.search(source) is not None
         self._words = frozenset(_WORD.findall(source))
@@ -138,12 +142,19 @@ class Renderer:
             return ""
 
     def _render(
-        self, messages: Dicts, tools: Dicts | None, *, prompt: bool = False, marks: bool = False
+        self,
+        messages: Dicts,
+        tools: Dicts | None,
+        *,
+        prompt: bool = False,
+        marks: bool = False,
+        in_parts: bool | None = None,
     ) -> tuple[str, Spans]:
-        """Run the template."""
+        """Run the template; contents are lists (``in_parts``) if it needs that."""
+        always = self._needs_parts if in_parts is None else in_parts
         try:
             texts, spans = render_jinja_template(
-                [messages],
+                [[self._in_parts(message, always=always) for message in messages]],
                 tools=list(tools) if tools else None,
                 chat_template=self.source,
                 add_generation_prompt=prompt,
@@ -161,6 +172,35 @@ class Renderer:
             what = f"{type(error).__name__}: {_said(error)}".removesuffix(": ")
             raise TemplateError(f"the chat template fails on this conversation: {what}") from error
         return cast(str, texts[0]), list(spans[0]) if spans else []
+
+    @cached_property
+    def _needs_parts(self) -> bool:
+        """Whether the template writes contents only if they are lists, as those of LLaVA and
+        SmolVLM do."""
+        question = PROBES["a question"]["messages"]
+
+        def writes_it(in_parts: bool) -> bool:
+            try:
+                text = self._render(question, None, prompt=True, in_parts=in_parts)[0]
+            except TemplateError:
+                return False
+            return str(question[0]["content"]) in text
+
+        return "type" in self._words and not writes_it(False) and writes_it(True)
+
+    def _in_parts(self, message: Mapping[str, object], *, always: bool) -> Mapping[str, object]:
+        """A message, with a list as its content if it has pictures, or ``always``."""
+        content = message["content"]
+        if not isinstance(content, str):
+            return message
+        has_media = self._reads_media and MEDIUM in content
+        if not has_media and not always:
+            return message
+        parts: list[dict[str, object]] = []
+        for number, words in enumerate(content.split(MEDIUM) if has_media else [content]):
+            parts += [{"type": "image"}] if number else []
+            parts += [{"type": "text", "text": words}] if words else []
+        return {**message, "content": parts or [{"type": "text", "text": ""}]}
 
 
 def _said(error: Exception) -> str:

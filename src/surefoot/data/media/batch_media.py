@@ -1,0 +1,104 @@
+"""The pictures of a batch: pixels, positions of several axes, and kinds of tokens, for the model.
+
+Pixels are read here, when a micro-batch is made, and never kept: those of a window would be up to
+1.2 GiB (39 MiB a picture of SmolVLM's).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...batch import Batch, Features
+from .files import MediaFiles, Seen, seen_in
+from .processor import MediaProcessor
+
+_GRID = "image_grid_thw"  # what positions of several axes are computed from
+_KINDS = ("token_type_ids", "mm_token_type_ids")  # 1 at the tokens of pictures
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """What a model takes beside tokens."""
+
+    names: frozenset[str]  # of the arguments of its forward pass
+    rope_index: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None  # of M-RoPE
+
+
+@dataclass(frozen=True)
+class BatchMedia:
+    """Adds the pictures of examples to their batch."""
+
+    processor: MediaProcessor
+    files: MediaFiles
+    model: ModelInputs
+    spare: Features | None = None  # a masked example with a picture, for batches without one
+    make_spare: Callable[[], Features] | None = None
+
+    def complete(self, features: Sequence[Features]) -> Sequence[Features]:
+        """With a picture in it, if a spare is set: ranks that share weights must run the same
+        modules, or the collectives of one would meet others of another rank. The spare has no
+        labels, so the gradients of the tower are 0."""
+        if self.spare is None or has_pictures(features):
+            return features
+        return [*features, self.spare]
+
+    def with_spare(self) -> BatchMedia:
+        """The same, with a picture in every batch."""
+        assert self.make_spare is not None
+        return self if self.spare is not None else replace(self, spare=self.make_spare())
+
+    def added(self, batch: Batch, features: Sequence[Features]) -> Batch:
+        """The same batch, of items in the same order, with what the model gets of their pictures.
+        Without a picture in it, it stays the batch of text that it is."""
+        rows = [seen_in(item) for item in features]
+        if not any(rows):
+            return batch
+        is_packed = batch.cu_seqlens is not None
+        pixels = [[self.files.decode(seen) for seen in row] for row in rows]
+        given = [[one for row in pixels for one in row]] if is_packed else pixels
+        tensors = self.processor.tensors(given)
+        media = {name: value for name, value in tensors.items() if name in self.model.names}
+        token_ids = torch.tensor(sorted(self.processor.token_ids))
+        kinds = torch.isin(batch.input_ids, token_ids).long()
+        media |= {name: kinds for name in _KINDS if name in self.model.names}
+        if self.model.rope_index is None:
+            return replace(batch, media=media)
+        axes = self._axes(batch, features, rows, tensors.get(_GRID), kinds)
+        return replace(batch, media=media, axes=axes)
+
+    def _axes(
+        self,
+        batch: Batch,
+        features: Sequence[Features],
+        rows: Sequence[Sequence[Seen]],
+        grids: torch.Tensor | None,
+        kinds: torch.Tensor,
+    ) -> torch.Tensor:
+        """[1 + A, B, T] the positions of each document, computed as if it were alone, behind those
+        that tell documents apart."""
+        assert self.model.rope_index is not None
+        is_packed, width = batch.cu_seqlens is not None, batch.input_ids.shape[1]
+        documents, start, first = [], 0, 0
+        for number, (item, row) in enumerate(zip(features, rows, strict=True)):
+            length = len(item["input_ids"])
+            at = slice(start, start + length) if is_packed else slice(0, length)
+            line = slice(0, 1) if is_packed else slice(number, number + 1)
+            grid = None if grids is None or not row else grids[first : first + len(row)]
+            positions, _ = self.model.rope_index(
+                batch.input_ids[line, at], mm_token_type_ids=kinds[line, at], image_grid_thw=grid
+            )
+            if not is_packed:  # padding, which nothing attends to
+                rest = torch.arange(length, width).expand(len(positions), 1, -1)
+                positions = torch.cat([positions, rest.to(positions)], dim=-1)
+            documents.append(positions)
+            start, first = start + length, first + len(row)
+        axes = torch.cat(documents, dim=-1 if is_packed else 1)
+        return torch.cat([batch.position_ids[None].to(axes), axes])
+
+
+def has_pictures(features: Sequence[Features]) -> bool:
+    """Whether any of some examples has one."""
+    return any(len(item.get("media", b"")) for item in features)

@@ -1,0 +1,181 @@
+"""The files of pictures: found in rows, looked at at encoding, decoded at training.
+
+A path in a row is written by a stranger. It is followed inside one folder only, through no link, up
+to a limit of bytes and pixels, and no URL is fetched. Encoding reads the header of a picture; a
+digest of its bytes is kept beside the tokens, so that training on a file that has changed since is
+an error, and not another picture.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import xxhash
+
+from ...batch import Features
+from ...errors import DataError, first_line
+from ...storage import files
+from ..section import MediaSection
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Size = tuple[int, int]  # width and height in pixels
+COLUMN = "media"  # of encoded items: the pictures of each, as JSON
+NOISE = "noise:"  # in place of a path: a picture of noise, for checks: seed, width, height
+KEPT = "kept:"  # in place of a path: a file of the cache, by its digest; the row had its bytes
+_MAX_BYTES = 1 << 28
+_ORIENTATION, _QUARTER_TURNED = 0x0112, 5  # of EXIF: from this value on, width is height
+
+
+class Seen(NamedTuple):
+    """A picture as it was when its row was encoded."""
+
+    path: str
+    digest: str
+    width: int  # as the model sees it: turned, and not larger than ``data.media.max_pixels``
+    height: int
+    tokens: int  # of the row, that it takes the place of
+
+
+def seen_in(item: Features) -> list[Seen]:
+    """The pictures of an encoded item, in the order of their placeholders."""
+    column = item.get(COLUMN, b"")
+    data = column if isinstance(column, bytes) else np.asarray(column, np.uint8).tobytes()
+    return [Seen(*each) for each in json.loads(data)] if data else []
+
+
+def as_column(pictures: Sequence[Seen]) -> bytes:
+    """Pictures as the cache stores them."""
+    return json.dumps(pictures, separators=(",", ":")).encode() if pictures else b""
+
+
+@dataclass(frozen=True)
+class MediaFiles:
+    """Where the pictures of a recipe are."""
+
+    section: MediaSection
+    folder: Path  # of paths in rows
+    cache: Path  # of pictures that rows contain themselves
+
+    def look(self, source: str | bytes) -> Seen:
+        """A picture of a row, by its header; its tokens are not known here. Raises ``DataError``:
+        there is none, or the model would see another one."""
+        path = self._kept(source) if isinstance(source, bytes) else source
+        if path.startswith(NOISE):
+            return Seen(path, path, *_noise(path).size, 0)
+        data = self._read(path)
+        with _opened(data) as image:
+            width, height = image.size
+            if image.mode.startswith("I") or image.mode == "F":
+                raise DataError(
+                    "it has 16 or 32 bits a channel, of which all but the darkest would "
+                    "become white; convert it to 8 bits"
+                )
+            if image.format == "PNG":
+                _verify(data)
+            if image.getexif().get(_ORIENTATION, 1) >= _QUARTER_TURNED:
+                width, height = height, width
+        return Seen(path, xxhash.xxh3_64_hexdigest(data), *self._fitted((width, height)), 0)
+
+    def decode(self, seen: Seen) -> Image:
+        """The pixels of a picture. Raises ``DataError``: it is not what it was when its row was
+        encoded."""
+        from PIL import ImageOps
+
+        if seen.path.startswith(NOISE):
+            return _noise(seen.path)
+        try:
+            data = self._read(seen.path)
+            if xxhash.xxh3_64_hexdigest(data) != seen.digest:
+                raise DataError("it has changed since its row was encoded")
+            with _opened(data) as image:
+                rgb = ImageOps.exif_transpose(image).convert("RGB")
+        except (DataError, OSError, SyntaxError, ValueError) as error:
+            cure = "restore the file, or encode again, in another data.cache_dir"
+            name = seen.path.removeprefix(KEPT)
+            raise DataError(f"picture {name}: {first_line(error)}; {cure}") from None
+        size = (seen.width, seen.height)
+        return rgb if rgb.size == size else rgb.resize(size)
+
+    def _read(self, path: str) -> bytes:
+        """The bytes of a file inside the folder."""
+        if path.startswith(KEPT):
+            folder, name = self.cache, path.removeprefix(KEPT)
+        elif "://" in path or path.startswith("data:"):
+            raise DataError("it is a URL, and none is fetched; download it first")
+        else:
+            folder, name = self.folder, path
+            if Path(path).is_absolute():
+                try:
+                    name = str(Path(path).relative_to(folder.absolute()))
+                except ValueError:
+                    raise DataError(
+                        "it is outside of data.media.folder; name the folder that it is in there"
+                    ) from None
+        try:
+            return files.read_inside(folder, name, _MAX_BYTES)
+        except FileNotFoundError:
+            raise DataError(
+                "no such file; its path is relative to data.media.folder, which is "
+                "data.dataset_dir unless it is set"
+            ) from None
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise DataError(
+                f"it is not read: {reason}; it must be a file inside data.media.folder, "
+                "reached through no link"
+            ) from None
+
+    def _kept(self, data: bytes) -> str:
+        """The place of a picture that a row contains, written to the cache."""
+        name = xxhash.xxh3_128_hexdigest(data)
+        path = self.cache / name
+        if not files.exists(path):
+            files.make_folder(self.cache)
+            files.write_aside(path, data)
+        return KEPT + name
+
+    def _fitted(self, size: Size) -> Size:
+        """A size within the limit of pixels, of the same shape."""
+        most, pixels = self.section.max_pixels, size[0] * size[1]
+        if most is None or pixels <= most:
+            return size
+        share = (most / pixels) ** 0.5
+        return max(1, int(size[0] * share)), max(1, int(size[1] * share))
+
+
+def _opened(data: bytes) -> Image:
+    """A picture of which the header was read."""
+    import PIL.Image
+
+    try:
+        return PIL.Image.open(BytesIO(data))
+    except (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning):
+        most = PIL.Image.MAX_IMAGE_PIXELS or 0
+        raise DataError(f"it has more than {most:,} pixels") from None
+    except (OSError, SyntaxError, ValueError):
+        raise DataError("it is truncated or damaged, or of no kind that Pillow reads") from None
+
+
+def _verify(data: bytes) -> None:
+    """Check the checksums of a PNG, which needs no pixel."""
+    with _opened(data) as image:
+        try:
+            image.verify()
+        except (OSError, SyntaxError, ValueError):
+            raise DataError("it is truncated or damaged") from None
+
+
+def _noise(path: str) -> Image:
+    import PIL.Image
+
+    seed, width, height = map(int, path.removeprefix(NOISE).split(","))
+    dice = np.random.default_rng(seed)
+    return PIL.Image.fromarray(dice.integers(0, 255, (height, width, 3), np.uint8))

@@ -1,0 +1,226 @@
+"""What a model makes of pictures: their text in a row, and the tensors that it gets of them.
+
+The processor of transformers says both, and nothing here knows a model by its name. The text of a
+picture depends on its size alone, so it is computed once for every distinct size, with a blank
+picture; rows are encoded without decoding a pixel. It replaces the placeholder in the rendered text
+before that is tokenized: a tokenizer may join the line breaks that some processors write around a
+picture with those beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import xxhash
+from transformers import AutoConfig, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING, processor_class_from_name
+
+from ...errors import DataError, ModelError, first_line, installation
+from ...storage import files
+from ..text._tokenization import CLOSE, OPEN
+from .files import Seen, Size
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+# Files of a model's folder that describe its processor; checkpoints have them as they are.
+FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+_CLASS = "processor_class"
+_NAMES = (*FILES[:2], "tokenizer_config.json")  # of these, the first that names a class counts
+_PLAIN = 64  # pixels: a size that every processor takes
+
+
+class Expanded(NamedTuple):
+    """Rendered text in which each placeholder is as long as its picture."""
+
+    text: str
+    ends: Sequence[int]  # of the placeholders before
+    gains: Sequence[int]  # characters that the text has more, from there on
+
+    def moved(self, position: int) -> int:
+        """Where a character of the former text is now."""
+        count = bisect_right(self.ends, position)
+        return position + (self.gains[count - 1] if count else 0)
+
+
+@dataclass(frozen=True)
+class MediaProcessor:
+    """The processor of one model, for pictures only."""
+
+    processor: Any  # of transformers
+    files: Mapping[str, bytes]  # that it was opened from
+    _texts: dict[Size, str] = field(default_factory=dict, repr=False)
+    _counts: dict[Size, int] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of all that decides the tokens of a picture."""
+        settings = self.processor.image_processor.to_dict()
+        plain = str | int | float
+        own = {name: v for name, v in vars(self.processor).items() if isinstance(v, plain)}
+        text = json.dumps([settings, own], sort_keys=True, default=str)
+        return xxhash.xxh3_64_hexdigest(text.encode())
+
+    @cached_property
+    def token_ids(self) -> frozenset[int]:
+        """The tokens whose embeddings those of a picture replace."""
+        return frozenset(int(i) for i in self.processor.image_token_ids)
+
+    @cached_property
+    def control(self) -> frozenset[str]:
+        """The tokens that stand for pictures, and around them: no message may produce one. The
+        processor writes some of them, so those that the chat template writes are not enough."""
+        tokenizer = self.processor.tokenizer
+        added = tokenizer.added_tokens_decoder
+        written = self._ids(self.text_of((_PLAIN, _PLAIN)))
+        placeholder = str(self.processor.image_token)
+        return frozenset({placeholder, *(added[i].content for i in written if i in added)})
+
+    def text_of(self, size: Size) -> str:
+        """The text of a picture of this size. Raises ``DataError``: the model takes none of it."""
+        if size not in self._texts:
+            import PIL.Image
+
+            try:
+                _, texts = self._process([[PIL.Image.new("RGB", size)]])
+            except (ValueError, RuntimeError, IndexError, ZeroDivisionError) as error:
+                raise DataError(
+                    f"the processor takes no picture of its size: {_words(error)}"
+                ) from None
+            self._texts[size] = texts[0]
+        return self._texts[size]
+
+    def count(self, size: Size) -> int:
+        """The tokens that a picture of this size replaces."""
+        if size not in self._counts:
+            self._counts[size] = self._placed(self._ids(self.text_of(size)))
+        return self._counts[size]
+
+    def tensors(self, rows: Sequence[Sequence[Image]]) -> dict[str, torch.Tensor]:
+        """What the model gets of the pictures of each row. One call for all of them: the image
+        processor knows how their tensors are joined, which differs from model to model."""
+        outputs, _ = self._process(rows)
+        unused = set(self.processor.unused_input_names)
+        return {
+            name: value
+            for name, value in outputs.items()
+            if isinstance(value, torch.Tensor) and name not in unused
+        }
+
+    def expand(self, text: str, pictures: Sequence[Seen], *, is_whole: bool) -> Expanded:
+        """Rendered ``text`` with the text of each picture at its placeholder. ``is_whole``: it has
+        all of ``pictures``, rather than the first of them. Raises ``DataError``: the chat template
+        has written another number of placeholders."""
+        token = str(self.processor.image_token)
+        count = re.sub(f"{OPEN}[^{CLOSE}]*{CLOSE}", "", text).count(token)
+        if count > len(pictures) or (is_whole and count < len(pictures)):
+            raise DataError(
+                "the chat template writes another number of placeholders than the row has "
+                "pictures; choose the model's own template (data.template: auto)"
+            )
+        texts = [self.text_of((each.width, each.height)) for each in pictures[:count]]
+        if not texts:
+            return Expanded(text, (), ())
+        replaced, offsets = self.processor.get_text_with_replacements([text], texts)
+        spans = offsets[0]
+        gains = [span["new_span"][1] - span["span"][1] for span in spans]
+        return Expanded(replaced[0], [span["span"][1] for span in spans], gains)
+
+    def kept(self, ids: Sequence[int], pictures: Sequence[Seen]) -> list[Seen] | None:
+        """The pictures of a row that may have been cut; None if it was cut through one."""
+        left, whole = self._placed(ids), list[Seen]()
+        for picture in pictures:
+            if not left:
+                break
+            whole.append(picture)
+            left -= picture.tokens
+        return None if left else whole
+
+    def _placed(self, ids: Sequence[int]) -> int:
+        return sum(i in self.token_ids for i in ids)
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _process(self, rows: Sequence[Sequence[Image]]) -> tuple[Mapping[str, Any], list[str]]:
+        """What the processor itself does with ``images``, without the text around them."""
+        outputs, texts = self.processor._process_images(
+            [list(row) for row in rows], **self._options
+        )
+        return outputs, texts
+
+    @cached_property
+    def _options(self) -> Mapping[str, Any]:
+        options = self.processor._merge_kwargs(
+            self.processor.valid_processor_kwargs,
+            tokenizer_init_kwargs=self.processor.tokenizer.init_kwargs,
+            return_tensors="pt",
+        )
+        return {**options["images_kwargs"]}
+
+
+def _words(error: Exception) -> str:
+    """What an error says, without numbers: equal reasons are counted together."""
+    return re.sub(r"[\d.]+", "N", first_line(error))
+
+
+def open_processor(
+    base: Path, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
+) -> MediaProcessor | None:
+    """The processor in a model's folder, with ``tokenizer`` in place of its own; None if the model
+    reads text alone. Raises ``ModelError``: it cannot be opened."""
+    present = {name: files.read_json(base / name) for name in _NAMES if (base / name).is_file()}
+    if not present.keys() & set(FILES):
+        return None
+    try:
+        config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
+        name = next((values[_CLASS] for values in present.values() if values.get(_CLASS)), None)
+        kind = processor_class_from_name(name) if name else None
+        kind = kind or PROCESSOR_MAPPING.get(type(config), None)
+        if kind is None or "image_processor" not in kind.get_attributes():
+            return None
+        processor = _for_pictures(kind).from_pretrained(base)
+    except ImportError as error:
+        raise ModelError(
+            f"{base}: its processor needs a package that is missing: {first_line(error)} "
+            f"({installation('pillow')} has what most processors need)"
+        ) from None
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        raise ModelError(f"{base}: cannot open its processor: {first_line(error)}") from None
+    if not _expands(processor):
+        raise ModelError(
+            f"{base}: {kind.__name__} writes no placeholders for pictures into the text, which is "
+            "not supported; train on rows without pictures"
+        )
+    processor.tokenizer = tokenizer
+    own = {name: (base / name).read_bytes() for name in FILES if (base / name).is_file()}
+    return MediaProcessor(processor, own)
+
+
+def _expands(processor: Any) -> bool:
+    """Whether pictures are tokens of the row."""
+    is_own = type(processor).replace_image_token is not ProcessorMixin.replace_image_token
+    return is_own and getattr(processor, "image_token", None) is not None
+
+
+def _for_pictures(kind: Any) -> Any:
+    """A class of processors without the parts for videos and sounds: these may need packages, such
+    as torchvision, that pictures do not."""
+    parts = [name for name in kind.get_attributes() if name in ("image_processor", "tokenizer")]
+
+    class Pictures(kind):  # type: ignore[misc]
+        @classmethod
+        def get_attributes(cls) -> list[str]:
+            return parts
+
+    Pictures.__name__ = kind.__name__
+    return Pictures

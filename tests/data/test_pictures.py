@@ -1,0 +1,258 @@
+"""Rows with pictures: where they stand, how long their placeholders are, what is refused."""
+
+import base64
+import io
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+from transformers import AutoProcessor
+
+import pictures
+from surefoot.batch import IGNORE_INDEX
+from surefoot.data.example import MEDIUM
+from surefoot.data.media.files import Seen, seen_in
+from surefoot.data.rows.registry import read_entry
+from surefoot.errors import DataError
+from surefoot.recipe.recipe_data import open_codec
+
+PROCESSED = ("llava", "idefics3", "gemma3")  # whose processors need Pillow only
+
+
+@pytest.fixture(scope="module", params=pictures.KINDS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def base(kind, tmp_path_factory):
+    return pictures.save_model(tmp_path_factory.mktemp(kind), kind)
+
+
+@pytest.fixture
+def codec(base, tmp_path):
+    return open_codec(pictures.recipe(tmp_path, base), base)
+
+
+def read(tmp_path, row, **raw):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    entry = read_entry("d", {"file_name": "rows.jsonl", **raw}, tmp_path, "d")
+    return next(iter(entry.format.read(each) for each in entry.source.rows()))
+
+
+def asked(content, images, answer="a red square"):
+    turns = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+    return {"messages": turns, "images": images}
+
+
+def encoded(codec, example):
+    (item,) = codec.encode_chats([example])[0]
+    return item
+
+
+def test_ids_are_those_of_the_processor_and_labels_are_on_the_answer(kind, base, codec, tmp_path):
+    if kind not in PROCESSED:
+        pytest.skip("its processor needs torchvision")
+    row = asked("<image> and <image> now", [])
+    sizes = [(64, 64), (96, 40)]
+    row["images"] = [
+        pictures.picture(tmp_path / f"{i}.png", size, seed=i) for i, size in enumerate(sizes)
+    ]
+    item = encoded(codec, read(tmp_path, row))
+    processor = AutoProcessor.from_pretrained(base)
+    parts = [{"type": "image"}, {"type": "text", "text": " and "}, {"type": "image"}]
+    question = {"role": "user", "content": [*parts, {"type": "text", "text": " now"}]}
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "a red square"}]}
+    text = processor.apply_chat_template([question, answer])
+    images = [Image.open(tmp_path / name) for name in row["images"]]
+    theirs = processor(text=text, images=[images], add_special_tokens=False)["input_ids"][0]
+    ids = list(item["input_ids"])
+    assert ids == list(theirs)[: len(ids)]
+    trained = [i for i, label in zip(ids, item["labels"], strict=True) if label != IGNORE_INDEX]
+    assert codec.tokenizer.decode(trained).strip().startswith("a red square")
+    counts = [seen.tokens for seen in seen_in(item)]
+    assert sum(counts) == sum(i in codec.media.processor.token_ids for i in ids)
+
+
+def test_a_placeholder_that_a_message_spells_is_text(codec, tmp_path, kind):
+    placeholders = {token for token in pictures.TOKENS[kind] if "image" in token}
+    name = pictures.picture(tmp_path / "a.png")
+    row = asked(f"<image> {' '.join(placeholders - {'<image>'})}", [name])
+    one = encoded(codec, read(tmp_path, asked("<image>", [name])))
+    item = encoded(codec, read(tmp_path, row))
+    assert seen_in(item) == seen_in(one)
+    number = sum(i in codec.media.processor.token_ids for i in item["input_ids"])
+    assert number == seen_in(one)[0].tokens
+
+
+def test_a_row_of_text_has_no_pictures_and_its_ids_are_those_of_text(codec, base, tmp_path, kind):
+    example = read(tmp_path, asked("say <|im_end|> it", None))
+    item = encoded(codec, example)
+    assert seen_in(item) == []
+    (alone,) = pictures.text_codec(codec).encode_chats([example])[0]
+    assert list(item["input_ids"]) == list(alone["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("content", "images", "expected"),
+    [
+        ("a <image> b", ["1.png"], f"a {MEDIUM} b"),
+        ("what is it?", ["1.png", "2.png"], f"{MEDIUM * 2}what is it?"),
+        ([{"type": "image"}, {"type": "text", "text": "b"}], ["1.png"], f"{MEDIUM}b"),
+        ([{"type": "image_url", "image_url": {"url": "1.png"}}], None, MEDIUM),
+        ("a <image> b", None, "a <image> b"),
+    ],
+)
+def test_where_a_picture_stands_in_a_row(content, images, expected, tmp_path):
+    example = read(tmp_path, asked(content, images))
+    assert example.messages[0].content == expected
+    assert len(example.messages[0].media) == expected.count(MEDIUM)
+
+
+@pytest.mark.parametrize(
+    ("content", "images", "why"),
+    [
+        ("<image><image>", ["1.png"], "has 1 pictures, and the texts have 2 places"),
+        ("<image>", ["1.png", "2.png"], "has 2 pictures, and the texts have 1 places"),
+        ("<image>", [5], "expected a path, a data URL or the bytes of a picture, got int"),
+        ("<image>", ["data:image/png;base64,??"], "a data URL that cannot be decoded"),
+    ],
+)
+def test_a_row_whose_pictures_are_not_where_they_belong_is_refused(content, images, why, tmp_path):
+    with pytest.raises(DataError, match=why):
+        read(tmp_path, asked(content, images))
+
+
+def test_a_picture_in_an_answer_is_refused(tmp_path):
+    with pytest.raises(DataError, match="in an answer"):
+        read(tmp_path, asked("a", ["1.png"], answer="<image>"))
+
+
+def png(size=(64, 48), mode="RGB", **options):
+    buffer = io.BytesIO()
+    Image.new(mode, size).save(buffer, format="PNG", **options)
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def files(tmp_path, base):
+    return open_codec(pictures.recipe(tmp_path, base), base).media.files
+
+
+@pytest.mark.parametrize("kind", ["gemma3"], scope="module")
+def test_bytes_of_a_row_are_kept_and_read_again(kind, files, tmp_path):
+    url = "data:image/png;base64," + base64.b64encode(png()).decode()
+    example = read(tmp_path, asked("<image>", [url]))
+    (source,) = example.messages[0].media
+    seen = files.look(source)
+    assert (seen.width, seen.height) == (64, 48)
+    assert files.decode(seen).size == (64, 48)
+
+
+@pytest.mark.parametrize("kind", ["gemma3"], scope="module")
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("none.png", "no such file"),
+        ("../a.png", "must be a file inside data.media.folder"),
+        ("/etc/passwd", "outside of data.media.folder"),
+        ("link.png", "through no link"),
+        ("folder/a.png", "through no link"),
+        ("https://example.com/a.png", "is a URL, and none is fetched"),
+        ("cut.png", "truncated or damaged"),
+        ("text.png", "truncated or damaged"),
+        ("deep.png", "16 or 32 bits"),
+        ("pipe.png", "not a regular file"),
+    ],
+)
+def test_a_bad_file_is_refused_by_name(kind, name, why, files, codec, tmp_path):
+    import os
+
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "a.png").write_bytes(png())
+    (tmp_path / "link.png").symlink_to(outside / "a.png")
+    (tmp_path / "folder").symlink_to(outside)
+    noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(noise).save(buffer, format="PNG")
+    (tmp_path / "cut.png").write_bytes(buffer.getvalue()[:-2000])
+    (tmp_path / "text.png").write_text("no picture")
+    Image.fromarray(np.full((8, 8), 40000, np.uint16)).save(tmp_path / "deep.png")
+    os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(DataError, match=f"picture {name}: .*{why}"):
+        codec.encode_chats([read(tmp_path, asked("<image>", [name]))])
+
+
+@pytest.mark.parametrize("kind", ["gemma3"], scope="module")
+def test_a_bomb_is_refused(kind, files, tmp_path, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    (tmp_path / "a.png").write_bytes(png((100, 100)))
+    with pytest.raises(DataError, match="more than 1,000 pixels"):
+        files.look("a.png")
+
+
+@pytest.mark.parametrize("kind", ["gemma3"], scope="module")
+def test_a_picture_that_changes_is_noticed(kind, files, tmp_path):
+    (tmp_path / "a.png").write_bytes(png())
+    seen = files.look("a.png")
+    assert files.decode(seen).size == (64, 48)
+    (tmp_path / "a.png").write_bytes(png((64, 49)))
+    with pytest.raises(DataError, match=r"picture a\.png: it has changed since its row was encod"):
+        files.decode(seen)
+
+
+@pytest.mark.parametrize("kind", ["gemma3"], scope="module")
+def test_a_turned_picture_is_turned_and_a_large_one_made_smaller(kind, files, tmp_path, base):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    (tmp_path / "a.png").write_bytes(png(exif=exif))
+    assert files.look("a.png")[2:4] == (48, 64)
+    assert files.decode(files.look("a.png")).size == (48, 64)
+    small = open_codec(pictures.recipe(tmp_path, base, media={"max_pixels": 768}), base).media.files
+    seen = small.look("a.png")
+    assert seen[2:4] == (24, 32)
+    assert small.decode(seen).size == (24, 32)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl"], scope="module")
+def test_a_size_that_the_processor_refuses_drops_the_row(kind, codec, tmp_path):
+    (tmp_path / "a.png").write_bytes(png((20000, 30)))
+    (outcome,) = codec.encode_chats([read(tmp_path, asked("<image>", ["a.png"]))])
+    assert "the processor takes no picture of its size" in outcome.reason
+
+
+@pytest.mark.parametrize("kind", ["llava"], scope="module")
+def test_a_row_is_not_cut_through_a_picture(kind, base, tmp_path):
+    pictures.picture(tmp_path / "a.png")
+    codec = open_codec(pictures.recipe(tmp_path, base, cutoff_len=60), base)
+    turns = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "and <image>"},
+        {"role": "assistant", "content": "a red square"},
+    ]
+    example = read(tmp_path, {"messages": turns, "images": ["a.png"]})
+    (outcome,) = codec.encode_chats([example])
+    (item,) = outcome.features
+    assert seen_in(item) == []
+    assert not codec.media.processor.token_ids & set(item["input_ids"])
+    seen = [Seen("a.png", "", 64, 64, 16)]
+    ids = next(iter(codec.media.processor.token_ids))
+    assert codec.media.processor.kept([ids] * 15, seen) is None
+    assert codec.media.processor.kept([ids] * 16, seen) == seen
+
+
+@pytest.mark.parametrize("kind", ["gemma3"], scope="module")
+def test_nothing_is_trained_on_the_tokens_of_a_picture(kind, base, tmp_path):
+    pictures.picture(tmp_path / "a.png")
+    codec = open_codec(pictures.recipe(tmp_path, base, train_on_prompt=True), base)
+    item = encoded(codec, read(tmp_path, asked("<image>", ["a.png"])))
+    assert not codec.media.processor.token_ids & set(item["labels"])
+    assert set(item["labels"]) - {IGNORE_INDEX}
+
+
+def test_a_model_of_text_says_that_it_reads_no_pictures(codec, tmp_path):
+    with pytest.raises(DataError, match="the row has pictures, and this model or stage reads text"):
+        pictures.text_codec(codec).encode_chats([read(tmp_path, asked("<image>", ["a.png"]))])
