@@ -39,7 +39,7 @@ def test_what_was_uploaded_comes_back(store, tmp_path):
 
 def test_another_checkpoint_of_its_name_is_never_overwritten(store, tmp_path):
     before = store.read("checkpoint-3/manifest.json")
-    other = save(tmp_path / "other", 3, sample_states(5), layout="distributed")
+    other = save(tmp_path / "other", 3, sample_states(5), writers=WriterGroup("distributed"))
     with pytest.raises(CheckpointError, match=r"another checkpoint of this name exists there"):
         upload(store, other)
     assert store.read("checkpoint-3/manifest.json") == before

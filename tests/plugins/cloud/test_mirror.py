@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from checkpoint.sample import sample_states
-from surefoot.checkpoint.saving.preparation import save
+from surefoot.checkpoint.saving.preparation import WriterGroup, save
 from surefoot.errors import CheckpointError
 from surefoot.plugins.cloud.mirror import Mirror
 from surefoot.plugins.cloud.store import Contents, Store
@@ -20,7 +20,7 @@ def store(memory):
 
 
 def saved(folder, step):
-    return save(folder, step, sample_states(), kind="full", layout="distributed")
+    return save(folder, step, sample_states(), writers=WriterGroup("distributed"))
 
 
 def there(store):
