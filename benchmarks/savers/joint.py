@@ -72,7 +72,6 @@ def surefoot(
     """What begins a save, and what waits for it: the bytes that this process has written."""
     from surefoot.checkpoint.saving._writer_process import Background
     from surefoot.checkpoint.saving.preparation import WriterGroup, prepare
-    from surefoot.checkpoint.saving.saver import start_save
 
     def exchange(value: object) -> list[Any]:
         found: list[Any] = [None] * dist.get_world_size()
@@ -80,13 +79,13 @@ def surefoot(
         return found
 
     crew = WriterGroup(layout, dist.get_rank(), dist.get_world_size(), {}, exchange)  # type: ignore[arg-type]
-    flight, share = Background(), [0]
+    flight, share = Background(is_off=waits), [0]
     states = {"model": Held(tensors[0]), "optimizer": Held(tensors[1])}
 
     def begin(step: int) -> None:
         job, live = prepare(folder, step, states, writers=crew)
         share[0] = sum(t.nbytes for group in live.groups.values() for t in group.values())
-        start_save(flight, job, live, in_background=not waits)
+        flight.save(job, live)
 
     def wait() -> int:
         flight.wait()

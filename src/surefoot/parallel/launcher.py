@@ -78,6 +78,8 @@ def launch(command: Sequence[str], count: int, max_restarts: int = 0) -> int:
     return code
 
 
+# Not torch.distributed.run: its agent kills ranks 30 s after SIGTERM, which a large save may need
+# longer than, and prints every rank's echo of the first failure (docs/decisions/0021).
 class _ProcessGroup:
     """The ranks of one launch."""
 

@@ -73,6 +73,7 @@ def shard(
     fully_shard(model, mesh=mesh, reshard_after_forward=reshards, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            # Summed, never averaged: the step divides once, by the weight of the whole window.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no other way to divide by 1
     return cuts

@@ -49,6 +49,9 @@ def chunk(length: int, count: int, index: int) -> tuple[int, int]:
     return first, min(size, length - first)
 
 
+# By arithmetic over recorded shards, since torch computes the offsets of uneven shards wrongly
+# where FSDP follows tensor parallelism: a checkpoint that believes them is damaged
+# (docs/decisions/0023).
 def local_offset_and_shape(
     shape: Sequence[int], cuts: Cuts, sizes: Mapping[str, int], place: Mapping[str, int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -192,6 +192,8 @@ def _whole(role: ModulePlan, axis: Axis, shared: Shared, *, inside: bool = False
     role.module.forward = forward
 
 
+# Experts go whole to one rank. transformers' plan would cut the matrices of each; gates and ups
+# are one tensor there, and a rank's shard of that would be two boxes (docs/decisions/0029).
 def _experts(role: ModulePlan, axis: Axis, shared: Shared) -> None:
     """Each rank has some of the experts, unsharded, and runs all tokens that are routed to them;
     the sum over the ranks is the full result. For the model's own code, experts of other ranks
@@ -222,6 +224,8 @@ def _groups(role: ModulePlan, _axis: Axis, _shared: Shared) -> None:
 
 
 @contextlib.contextmanager
+# On local tensors: by DTensor's own dispatch a step takes twice the processor time, PEFT's layers
+# fail, and norms could not be clipped together with shards (docs/decisions/0023).
 def _local_parameters(
     module: nn.Module, use: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[None]:
@@ -257,6 +261,9 @@ def _part_of_dropout(role: ModulePlan, axis: Axis, _shared: Shared) -> None:
 def widened(batch: Batch, multiple: int) -> Batch:
     """``batch`` with a length that ``multiple`` divides: it is extended by padding, or in a packed
     row by a document of its own, and this is masked."""
+    # On the right, where causal models do not look back from. With uneven shards, every join would
+    # have to know the length of its batch, which with recomputation in a pipeline need not be the
+    # last one seen (docs/decisions/0029).
     length = batch.input_ids.shape[1]
     num_padding = -length % multiple
     if not num_padding:

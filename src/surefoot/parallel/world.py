@@ -238,6 +238,8 @@ def connected(section: ParallelSection, rank: int, size: int, local: int = 0) ->
                     timeout=timedelta(minutes=section.timeout_minutes),
                 )
             mesh = init_device_mesh(kind, tuple(section.axes(size).values()), mesh_dim_names=AXES)
+            # What one rank does for all may take hours; the timeout of the other group is there to
+            # find ranks that hang (docs/decisions/0030).
             patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
             yield World(rank, size, mesh, patient, local)
     finally:

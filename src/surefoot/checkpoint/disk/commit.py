@@ -86,6 +86,9 @@ def new_nonce() -> str:
     return secrets.token_hex(4)
 
 
+# A lock says that a folder is being written, since it ends with its process. A process number does
+# not: in containers every trainer is process 1 on a host of the same name. Nor does age: clocks
+# differ, and a save may take an hour (docs/decisions/0011).
 def claim(target: Path, hold: Callable[[Path], files.File], nonce: str | None = None) -> files.File:
     """The locked file that ``hold`` opens in a new temporary folder, or the folder itself."""
     for _ in range(_ATTEMPTS):

@@ -192,6 +192,8 @@ def _check_version(raw: Mapping[str, Any], where: str) -> None:
         )
 
 
+# The seal is inside: a second file with the manifest's hash could be lost or out of step, and which
+# of the two would count then (docs/decisions/0010)?
 def _check_seal(data: bytes, seal: object, where: str) -> None:
     if not isinstance(seal, str) or not _HASH.fullmatch(seal):
         raise CheckpointError(f"{where}: it has no seal; the file is damaged")

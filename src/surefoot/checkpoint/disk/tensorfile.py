@@ -26,6 +26,8 @@ from ...storage import files
 from . import strict_json
 
 
+# By reads at positions, not through a memory map: where a mapped file is cut short, SIGBUS ends the
+# process, and no message says why (docs/decisions/0012).
 class TensorFile:
     """The tensors of the file, and the bytes of any part of it."""
 

@@ -69,6 +69,8 @@ def balance(holdings: Holdings) -> list[dict[str, Box]]:
     for name, of_ranks in _holders(holdings).items():
         _check(name, of_ranks)
         boxes += [(name, tensor, ranks) for tensor, ranks in of_ranks.items()]
+    # In this order few tensors are divided, and no search is needed. When a checksum of the name
+    # chose one holder for each tensor, that of the largest wrote the most (docs/decisions/0027).
     boxes.sort(key=lambda entry: (len(entry[2]), -entry[1].num_bytes))
     largest_whole = sum(tensor.num_bytes for _, tensor, _ in boxes) / len(holdings) / FINE
     assigned: list[dict[str, Box]] = [{} for _ in holdings]

@@ -40,6 +40,9 @@ _LAST_WAIT = 10.0  # seconds for the end of a killed process
 _SLACK = 1 << 20  # bytes; the log in the state grows from save to save
 
 
+# A process, because a thread shares the interpreter's lock, and after a fork every page that
+# training touches is copied: steps were 26 to 63 % and 60 to 80 % slower meanwhile; with a process
+# and shared memory they were 3 to 8 % slower (docs/decisions/0014).
 class Background:
     """Writes checkpoints in a process of its own, one after another; where that is off, at once."""
 
@@ -139,6 +142,8 @@ class Background:
         target = job.target
         if line := self._writer.answer(target):
             answer = json.loads(line)
+            # In a joint save all write again, whatever failed in whichever rank: nobody has to know
+            # why, and nothing half written is built upon (docs/decisions/0021).
             problem, can_retry = answer.get("error", ""), job.nonce is not None
             is_done = not problem and answer["is_committed"]
         else:
@@ -180,7 +185,8 @@ class _Writer:
         python_path = os.environ.get("PYTHONPATH")
         # -P and the path: it imports this very package, and nothing that lies about.
         command = [sys.executable, "-P", "-m", "surefoot.checkpoint.saving._writer"]
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # inherited
+        # Ctrl-C in a terminal, or a job manager that signals the whole group, must not end a save.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the child inherits it
         try:
             self.process = subprocess.Popen(
                 [*command, str(arena.descriptor), str(arena.size)],

@@ -151,6 +151,8 @@ def write(
     """
     began = time.monotonic()
     target = job.target
+    # The ranks talk through the folder alone, by files and their locks: a process group would die
+    # with those that train, and a save must not (docs/decisions/0021).
     if job.rank > 0:
         with files.raising(CheckpointError, f"cannot save {target}"):
             num_bytes, is_committed = write_own_part(
@@ -330,6 +332,8 @@ def note(written: Written, shard: Shard, hashes: Mapping[str, str]) -> None:
 
 def _note_file(written: Written, shard: Shard) -> None:
     written.files[shard.plan.name] = shard.plan.header.file_size
+    # Of the head alone: a rank that writes only its boxes cannot hash a whole file, and who reads
+    # only a part could not use that hash. Tensors have hashes of their own (docs/decisions/0010).
     written.hashes[shard.plan.name] = files.digest(shard.plan.head)
 
 
@@ -359,6 +363,8 @@ def equal_file(parent: CheckpointFolder, shard: Shard, content: Content) -> str 
         saved = [p for key, box in boxes.items() for p in by_key[key] if p.box == box]
     if len(saved) != num_wanted or any(content.hash(shard, p.key) != p.hash for p in saved):
         return None
+    # Read again, from the disk: a file that has rotted there must not be handed on to a checkpoint
+    # whose own bytes in memory are good (docs/decisions/0016).
     try:
         with parent.tensors(name) as file:
             for piece in saved:

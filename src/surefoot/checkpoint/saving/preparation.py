@@ -305,33 +305,31 @@ def _shards(
     Several ranks share those of layout ``full``, and an adapter's in both layouts. Otherwise they
     are in the folder of this rank, and contain the box of each tensor in their header.
     """
-    shards = []
+    shards: list[Shard] = []
     for name, local_boxes in parts.items():
-        role = FileRole(name, kind)
+        role, whole = FileRole(name, kind), tensors.get(name, {})
         is_boxed = writers.layout == "distributed" and not role.is_adapter
         is_joint = writers.size > 1 and not (role.is_of_rank_0 or is_boxed)
-        limit = max_shard_size if role.is_split_by_size else None
-        described = tensors.get(name, {})
-        if not is_joint:
-            described = {
-                tensor: (described[tensor][0], p.box.shape) for tensor, p in local_boxes.items()
-            }
-        apart = still_in(role, described, tensors.get(role.optimizer, {}))
-        boxes = (
-            {tensor: (p.shape, p.box) for tensor, p in local_boxes.items()} if is_boxed else None
-        )
-        stem = f"{RANK_FOLDER.format(writers.rank)}/{role.stem}" if is_boxed else role.stem
+        held = {tensor: (whole[tensor][0], p.box.shape) for tensor, p in local_boxes.items()}
+        described = whole if is_joint else held
         if not described:
             continue
-        for plan in plan_save(stem, described, limit, apart=apart, boxes=boxes):
-            written = {
-                tensor: local_boxes[tensor].box
-                for tensor in plan.header.entries
-                if tensor in local_boxes
-            }
-            share = WriteShare(written, has_head=writers.rank == 0) if is_joint else None
-            if share is None or share.boxes or share.has_head:
-                shards.append(Shard(name, plan, share))
+        stem, boxes = role.stem, None
+        if is_boxed:
+            stem = f"{RANK_FOLDER.format(writers.rank)}/{role.stem}"
+            boxes = {tensor: (p.shape, p.box) for tensor, p in local_boxes.items()}
+        limit = max_shard_size if role.is_split_by_size else None
+        apart = still_in(role, described, tensors.get(role.optimizer, {}))
+        plans = plan_save(stem, described, limit, apart=apart, boxes=boxes)
+        if not is_joint:
+            shards += [Shard(name, plan) for plan in plans]
+            continue
+        has_head = writers.rank == 0  # so that exactly one rank writes what precedes the tensors
+        for plan in plans:
+            mine = [tensor for tensor in plan.header.entries if tensor in local_boxes]
+            if mine or has_head:
+                written = {tensor: local_boxes[tensor].box for tensor in mine}
+                shards.append(Shard(name, plan, WriteShare(written, has_head)))
     return shards
 
 
