@@ -6,14 +6,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+import tiny
 from surefoot.checkpoint.layouts.adapter_merge import merged
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.saving.preparation import save
@@ -27,17 +22,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft.*")  # its adv
 
 
 def llama(dtype=torch.float32, **changes):
-    torch.manual_seed(0)
-    settings = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "vocab_size": 32,
-    }
-    settings |= {"num_attention_heads": 2, "num_key_value_heads": 1, "attention_bias": True}
-    return LlamaForCausalLM(
-        LlamaConfig(**{"tie_word_embeddings": False, **settings, **changes})
-    ).to(dtype)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 32, "attention_bias": True}
+    return tiny.model(dtype=dtype, **{**sizes, **changes})
 
 
 def gpt2():

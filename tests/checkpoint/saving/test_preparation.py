@@ -11,8 +11,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
+import tiny
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.checkpoint.verification import verify
 from surefoot.errors import CheckpointError
@@ -20,16 +21,8 @@ from surefoot.errors import CheckpointError
 from ..sample import Holder, same_bits, sample_states, tree_bytes
 
 
-def llama(**changes):
-    torch.manual_seed(0)
-    settings = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "vocab_size": 32,
-    }
-    settings |= {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}
-    return LlamaForCausalLM(LlamaConfig(**{**settings, **changes}))
+def llama():
+    return tiny.model(num_hidden_layers=2)
 
 
 def test_the_files_are_those_of_the_specification(tmp_path):
