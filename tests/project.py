@@ -2,10 +2,13 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -120,6 +123,16 @@ class Project:
     @property
     def run(self):
         return Path(self.sections["train"]["output_dir"])
+
+
+@contextmanager
+def put_back(project, folder):
+    """The project, to be changed inside the block; after it, all of its files are as they were."""
+    before, sections = shutil.copytree(project.folder, folder), deepcopy(project.sections)
+    yield project
+    shutil.rmtree(project.folder)
+    shutil.move(before, project.folder)
+    project.sections = sections
 
 
 def start(*arguments, popen=warm.Popen, **options):

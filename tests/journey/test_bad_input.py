@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import surefoot
 import tiny
-from project import Project
+from project import Project, put_back
 from surefoot.cli.main import main
 from surefoot.errors import CheckpointError
 from surefoot.training import TrainerCallback
@@ -122,11 +122,17 @@ def test_a_mistake_is_named_and_nothing_is_trained(mistake, tmp_path):
     assert not list(tmp_path.glob("run/checkpoint-*"))
 
 
-@pytest.fixture
-def trained(tmp_path):
-    project = Project(tmp_path, train={"max_steps": 3})
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    project = Project(tmp_path_factory.mktemp("finished"), train={"max_steps": 3})
     assert train(project)[0] == 0
     return project
+
+
+@pytest.fixture
+def trained(finished, tmp_path):
+    with put_back(finished, tmp_path / "before") as project:
+        yield project
 
 
 CHANGES = {

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import surefoot
-from project import Project, checkpoints, losses, model_folder
+from project import Project, checkpoints, losses, model_folder, put_back
 from surefoot.errors import ModelError
 from surefoot.model import base_identity
 from surefoot.model.base_identity import BaseModel, identify
@@ -35,11 +35,17 @@ def resume(project, **changes):
     return surefoot.train(project.recipe, **{"train.max_steps": 3, **changes})
 
 
-@pytest.fixture
-def lora(tmp_path):
-    made = Project(tmp_path, method="lora", train=SHORT)
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    made = Project(tmp_path_factory.mktemp("lora"), method="lora", train=SHORT)
     surefoot.train(made.recipe)
     return made
+
+
+@pytest.fixture
+def lora(finished, tmp_path):
+    with put_back(finished, tmp_path / "before") as made:
+        yield made
 
 
 def test_an_adapter_does_not_resume_on_a_base_that_has_changed_and_the_named_cure_works(lora):

@@ -89,11 +89,10 @@ def test_rows_in_memory_train_as_those_of_files_do(project, usual, tmp_path, for
     rows = FORMS[form] if form != "a generator" else ({**row, **extra} for row in ROWS)
     found = surefoot.train(project, **settings(tmp_path), train_dataset=rows)
     assert_same(found.model, usual.model)
-    recipe = load(tmp_path / "run/recipe.yaml")  # can be resumed and evaluated without the program
+    recipe = load(tmp_path / "run/recipe.yaml")
     assert recipe.data.datasets == ("train_dataset",)
     file = Path(recipe.data.datasets[0].source["file_name"])
     assert file.parent.parent == tmp_path / "run"
-    assert surefoot.train(tmp_path / "run/recipe.yaml").global_step == 4
 
 
 def test_what_a_frame_has_no_value_for_is_null(tmp_path):
@@ -116,9 +115,11 @@ def test_other_rows_are_another_run(project, tmp_path, caplog):
     surefoot.train(project, **settings(tmp_path, max_steps=1), train_dataset=ROWS)
     again = surefoot.train(project, **settings(tmp_path, max_steps=2), train_dataset=ROWS)
     assert again.global_step == 2
+    without_program = surefoot.train(tmp_path / "run/recipe.yaml", **{"train.max_steps": 3})
+    assert without_program.global_step == 3
     assert "train.max_steps: 1 -> 2 since the last start: the learning rates follow" in caplog.text
     with pytest.raises(RunError, match="a run with other settings"):
-        surefoot.train(project, **settings(tmp_path, max_steps=3), train_dataset=ROWS[:-1])
+        surefoot.train(project, **settings(tmp_path, max_steps=4), train_dataset=ROWS[:-1])
 
 
 def test_rows_to_evaluate_on_join_the_datasets_of_the_recipe(project, tmp_path):
