@@ -5,7 +5,7 @@ import torch
 
 import packed_weights
 from surefoot.errors import ModelError
-from surefoot.model.quantization import FORMS, unpack
+from surefoot.model._quantization import FORMS, unpack
 
 OUT, IN = 16, 64
 REVERSED = [g for g in (3, 2, 1, 0) for _ in range(16)]

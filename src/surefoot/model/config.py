@@ -43,7 +43,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..errors import ModelError, RecipeError, first_line, installation
 from ..storage.files import read_json
-from .quantization import FORMS, Form
+from ._quantization import FORMS, Form
 from .section import ModelSection
 
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")  # in a configuration
@@ -320,6 +320,11 @@ def dequantization(
             "leave it unset, and they are read in full precision"
         )
     return DEQUANTIZED[method](dequantize=True) if method in DEQUANTIZED else None
+
+
+def is_dequantized_here(method: object) -> bool:
+    """Whether weights of the form ``method`` are computed here as what they mean."""
+    return method in FORMS
 
 
 def form_of(config: PretrainedConfig, folder: Path) -> Form | None:

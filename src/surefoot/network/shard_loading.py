@@ -38,7 +38,6 @@ from ..model.loading import (
     why_not_empty,
 )
 from ..model.packed_attention import uses_document_attention
-from ..model.quantization import QuantizedWeight
 from ..model.section import ModelSection
 from ..model.weights import place
 from ..parallel.sharding import Box, Cuts
@@ -151,31 +150,20 @@ def open_base(
         quantized = form.weights(kinds, partial(read_whole, source))
     except ModelError as error:
         raise ModelError(f"{weights or base}: {error}") from None
-    return ComputedSource(source, _without_zero_biases(quantized, source, base, section))
-
-
-def _without_zero_biases(
-    quantized: Mapping[str, QuantizedWeight],
-    source: TensorSource,
-    base: Path,
-    section: ModelSection,
-) -> dict[str, QuantizedWeight]:
-    """``quantized`` with the biases that some writers add to layers without one, all zeros, among
-    what is not used."""
+    # Some writers add biases, all zeros, to layers of models that have none.
     biases = {name: f"{name.removesuffix('weight')}bias" for name in quantized}
     added = {name: bias for name, bias in biases.items() if bias in source.shapes()}
-    if not added:
-        return dict(quantized)
-    with torch.device("meta"):
-        config = as_dequantized(read_config(base, section))
-        model = auto_class(config).from_config(config)
-    parameter_names = {name for name, _ in model.named_parameters()}
-    needless = {
-        name: replace(quantized[name], unused=(*quantized[name].unused, bias))
-        for name, bias in added.items()
-        if bias not in parameter_names and not read_whole(source, bias).any()
-    }
-    return {**quantized, **needless}
+    if added:
+        with torch.device("meta"):
+            config = as_dequantized(read_config(base, section))
+            model = auto_class(config).from_config(config)
+        parameter_names = {name for name, _ in model.named_parameters()}
+        quantized |= {
+            name: replace(quantized[name], unused=(*quantized[name].unused, bias))
+            for name, bias in added.items()
+            if bias not in parameter_names and not read_whole(source, bias).any()
+        }
+    return ComputedSource(source, quantized)
 
 
 def check_fits(base: Path, section: ModelSection, source: TensorSource) -> None:

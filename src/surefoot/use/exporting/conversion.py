@@ -56,11 +56,11 @@ from ...model.config import (
     auto_class,
     changed_config,
     extension_of,
+    is_dequantized_here,
     old_layers,
     old_rope,
 )
 from ...model.lora_targets import adapted
-from ...model.quantization import FORMS
 from ...model.section import ModelSection
 from ...model.tokenizer import load_tokenizer
 from ...model.weights import FullWeights, names_in_files, names_unless_split, places
@@ -461,7 +461,7 @@ def _stored_weights(
     folder: Path, section: ModelSection
 ) -> tuple[TensorSource, Mapping[str, object]]:
     stored = read_config(folder / CONFIG).get("quantization_config")
-    if not isinstance(stored, dict) or stored.get("quant_method") not in FORMS:
+    if not isinstance(stored, dict) or not is_dequantized_here(stored.get("quant_method")):
         return open_folder(folder), {}
     return open_base(folder, section), {"quantization_config": None}
 
