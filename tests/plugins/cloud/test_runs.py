@@ -280,7 +280,7 @@ def test_a_store_that_stays_away_is_an_error_and_the_same_command_uploads_the_re
 def test_a_run_killed_in_the_middle_of_an_upload_goes_on_on_another_machine(
     project, whole, bucket, server, tmp_path, at
 ):
-    folder = train(project, bucket.url, train__max_steps=3)
+    folder = load(project.recipe, [f"train.output_dir={bucket.url}"]).train.folder
     held = []
 
     def rule(method, path, count):
