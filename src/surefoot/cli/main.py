@@ -15,7 +15,6 @@ from .. import __version__
 from ..errors import OUT_OF_MEMORY, LostPeerError, OutOfMemoryError, SurefootError, shortened
 from ..extensions import bundled_commands, entries, imported
 from ..log import configure
-from ..storage.files import explain
 from ..terminal_text import visible
 
 _ECHO = 10.0  # seconds for the process that has more to say, upon which the launcher ends this one
@@ -134,6 +133,8 @@ class Commands(click.Group):
                 raise
             if ctx.params["verbose"]:
                 traceback.print_exc()
+            from ..storage.files import explain  # 25 modules, which `--help` does not need
+
             raise Failure(explain(error)) from error
         except click.UsageError as error:
             raise click.UsageError(shortened(error.format_message()), error.ctx) from error
