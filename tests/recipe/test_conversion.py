@@ -48,10 +48,7 @@ context:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (
-            "a: 1\nb: {c: 2}\n",
-            "this is a file of none of .*LLaMA-Factory, .*MindSpore Transformers",
-        ),
+        ("a: 1\nb: {c: 2}\n", "of none of .*LLaMA-Factory, .*MindSpore Transformers"),
         ("model: {path: x}\ndata: {datasets: [d]}\nstage: sft\n", "this is a recipe already"),
     ],
 )
@@ -63,9 +60,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path, text, said):
 
 def test_training_from_another_programs_file_says_whose_it_is(tmp_path):
     (tmp_path / "file.yaml").write_text(FILE)
-    with pytest.raises(
-        RecipeError, match="a file of MindSpore Transformers; `surefoot recipe conv"
-    ):
+    with pytest.raises(RecipeError, match="of MindSpore Transformers; `surefoot recipe conv"):
         load(tmp_path / "file.yaml")
 
 
@@ -109,34 +104,36 @@ def test_what_comes_out_is_a_recipe_once_there_is_data():
     assert [*recipe.parallel.axes(8).values()] == [1, 1, 2, 4]
 
 
-def test_without_a_parallel_optimizer_the_data_parallel_ranks_are_copies():
-    found = settings("parallel_config: {data_parallel: 2, model_parallel: 2}")
-    assert found["parallel.dp_replicate"] == 2
-    assert found["parallel.dp_shard"] == 1
-
-
-def test_stages_and_parts_of_the_sequence_are_axes_here_too():
-    text = "parallel_config: {data_parallel: 2, model_parallel: 2, pipeline_stage: 2, "
-    text += "micro_batch_num: 4, use_seq_parallel: True}\nrunner_config: {batch_size: 1}\n"
-    found = settings(text)
-    assert found["parallel.pp"] == 2
-    assert found["parallel.sequence_parallel"] is True
-    assert found["parallel.num_processes"] == 8
-    assert found["train.global_batch_size"] == 8
-
-
-def test_batches_add_up_over_accumulation():
-    text = "runner_config: {batch_size: 2, gradient_accumulation_steps: 8}\n"
-    assert settings(text)["train.global_batch_size"] == 16
-
-
-def test_pretraining_and_seconds_and_whole_saves():
-    text = "run_mode: train\ncallbacks:\n  - type: CheckpointMonitor\n"
-    text += "    save_checkpoint_seconds: 90\n    integrated_save: True\n"
-    found = settings(text)
-    assert found["stage"] == "pt"
-    assert found["checkpoint.save_minutes"] == 1.5
-    assert found["checkpoint.layout"] == "full"
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (  # without a parallel optimizer, ranks of data are copies
+            "parallel_config: {data_parallel: 2, model_parallel: 2}",
+            {"parallel.dp_replicate": 2, "parallel.dp_shard": 1},
+        ),
+        (
+            "parallel_config: {data_parallel: 2, model_parallel: 2, pipeline_stage: 2, "
+            "micro_batch_num: 4, use_seq_parallel: True}\nrunner_config: {batch_size: 1}\n",
+            {
+                "parallel.pp": 2,
+                "parallel.sequence_parallel": True,
+                "parallel.num_processes": 8,
+                "train.global_batch_size": 8,
+            },
+        ),
+        (
+            "runner_config: {batch_size: 2, gradient_accumulation_steps: 8}",
+            {"train.global_batch_size": 16},
+        ),
+        (
+            "run_mode: train\ncallbacks:\n  - type: CheckpointMonitor\n"
+            "    save_checkpoint_seconds: 90\n    integrated_save: True\n",
+            {"stage": "pt", "checkpoint.save_minutes": 1.5, "checkpoint.layout": "full"},
+        ),
+    ],
+)
+def test_meshes_batches_and_saves_become_settings(text, expected):
+    assert expected.items() <= settings(text).items()
 
 
 def test_weights_with_their_configuration_beside_are_a_model(tmp_path):

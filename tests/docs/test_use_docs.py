@@ -1,9 +1,8 @@
 """Every command and every piece of Python on the pages about using a model does what it says."""
 
-import re
 import shlex
-from pathlib import Path
 
+import pages
 import pytest
 from click.testing import CliRunner
 
@@ -11,18 +10,16 @@ import surefoot
 from folders import save_data, save_model, save_recipe
 from surefoot.cli.main import main
 
-PAGES = Path(__file__).parent.parent / "docs" / "how-to"
 OTHERS = ("pip", "llama-server", "ollama", "vllm", "python")  # which are not here
 NAMES = ("chat", "predict", "evaluate", "export")
 
 
 def blocks(page, language):
-    text = (PAGES / f"{page}.md").read_text()
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return pages.blocks(pages.ROOT / f"docs/how-to/{page}.md", language)
 
 
 def commands(page):
-    return [line for block in blocks(page, "sh") for line in block.splitlines()]
+    return [line for block in blocks(page, "sh") for line in block.text.splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +30,10 @@ def project(tmp_path_factory):
     save_data(folder / "data")
     save_data(folder / "data", "exam", [{"instruction": "1+1?", "output": "2"}])
     (folder / "questions.txt").write_text("1+1?\n2+2?\n")
-    text = (PAGES / "predict.md").read_text()
-    (told,) = re.findall(
-        r'^```yaml title="answers.yaml"\n(.*?)^```', text, re.DOTALL | re.MULTILINE
-    )
-    (folder / "answers.yaml").write_text(told)
-    (tools,) = blocks("chat", 'json title="tools.json"')
-    (folder / "tools.json").write_text(tools)
+    for page, language in (("predict", "yaml"), ("chat", "json")):
+        for block in blocks(page, language):
+            if block.title:
+                (folder / block.title).write_text(block.text)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         recipe = save_recipe(
@@ -71,5 +65,5 @@ def test_commands_run_as_they_stand(project, page):
 @pytest.mark.parametrize("page", ["chat", "predict", "export"])
 def test_python_runs_as_it_stands(project, page, capsys):
     (code,) = blocks(page, "python")
-    exec(compile(code, page, "exec"), {})
+    exec(compile(code.text, page, "exec"), {})
     assert len(capsys.readouterr().out.splitlines()) >= (0 if page == "export" else 2)
