@@ -1,7 +1,8 @@
 """Tiny random models that read pictures, with their real processors, built without a download."""
 
 import json
-from dataclasses import replace
+import os
+from dataclasses import fields, replace
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ import folders
 import tiny
 from surefoot.batch import OutputSpec, Probe
 from surefoot.data.rows.formats import OpenAI
+from surefoot.data.section import DataSection
 from surefoot.data.text.codec import Codec
 from surefoot.recipe.recipe import load
 from surefoot.run.contexts import collation_of
@@ -190,7 +192,10 @@ def rows(folder, count=6):
     return made
 
 
-def recipe(folder, base, *, media=None, train=None, stage="sft", method="full", **data):
+DATA = {field.name for field in fields(DataSection)}
+
+
+def recipe(folder, base, *, media=None, train=None, stage="sft", method="full", **more):
     """A recipe for ``rows.jsonl`` in ``folder``, with pictures beside it."""
     settings = {
         "model": {"path": str(base)},
@@ -202,7 +207,7 @@ def recipe(folder, base, *, media=None, train=None, stage="sft", method="full", 
             "cutoff_len": 1024,
             "cache_dir": str(folder / "cache"),
             "media": media or {},
-            **data,
+            **{key: value for key, value in more.items() if key in DATA},
         },
         "train": {
             "output_dir": str(folder / "run"),
@@ -211,8 +216,9 @@ def recipe(folder, base, *, media=None, train=None, stage="sft", method="full", 
             "micro_batch_size": 2,
             **(train or {}),
         },
+        **{key: value for key, value in more.items() if key not in DATA},
     }
-    path = folder / "recipe.yaml"
+    path = folder / f"recipe-{os.getpid()}.yaml"  # ranks write their own
     path.write_text(json.dumps(settings))
     return load(path)
 

@@ -1,17 +1,27 @@
 """Batches with pictures: packed rows have the values of documents alone, on any number of ranks."""
 
+import json
+import shutil
+
 import pytest
 import torch
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import pictures
+import ranks
+import spread
 from surefoot.batch import IGNORE_INDEX
 from surefoot.data.order.micro_batches import without_labels
-from surefoot.errors import ModelError
+from surefoot.errors import DataError, ModelError
 from surefoot.model import isolation
 from surefoot.model.isolation import use_packed
 from surefoot.model.outputs import compute, logprob_head_of
 from surefoot.model.packed_attention import MASKS
+from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe_data import open_codec
+from surefoot.run.assembly import build
 from surefoot.run.contexts import collation_of
 
 
@@ -84,6 +94,8 @@ def test_the_causal_kernel_is_refused_where_pictures_see_themselves(kind, prepar
     assert error > 1e-5, "it is wrong, and a check with text alone does not see it"
     use_packed(model, 200, probes)
     assert model.config._attn_implementation == MASKS
+    use_packed(half := pictures.model(kind).bfloat16(), 200, probes)
+    assert half.config._attn_implementation == MASKS, "whatever the type rounds"
     monkeypatch.setattr(isolation, "MASKS", "surefoot_packed_sdpa")
     with pytest.raises(ModelError, match="other values than alone, if it has pictures"):
         use_packed(pictures.model(kind), 200, probes)
@@ -116,3 +128,85 @@ def test_a_spare_document_changes_nothing_and_its_gradients_in_the_tower_are_zer
 def test_a_masked_document_has_no_label(prepared):
     _, codec, _ = prepared
     assert set(without_labels(codec.picture_probe()[0])["labels"]) == {IGNORE_INDEX}
+
+
+@pytest.fixture
+def run(kind, tmp_path):
+    """Build a trainer of a run with rows of text and of pictures, from another folder each time."""
+    base = pictures.save_model(tmp_path / "base", kind)
+    rows = pictures.rows(tmp_path, 9)
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    def made(world=ALONE, resume=None, **changes):
+        changes = {"optim": {"adamw": {"learning_rate": 1e-2}}, **changes}
+        recipe = pictures.recipe(tmp_path, base, cutoff_len=512, **changes)
+        return build(recipe, world=world, resume=resume)
+
+    return made
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "gemma3"])
+def test_two_ranks_with_and_without_pictures_train_as_one_does(kind, run):
+    """Micro-batches of one row: most steps have a rank without a picture."""
+    train = {"micro_batch_size": 1, "global_batch_size": 2}
+    slow = {"optim": {"adamw": {"learning_rate": 1e-4}}, "train": train}
+    sharded = {"parallel": {"dp_shard": 2}, **slow}
+    one = spread.learn(run(**slow), 4)
+    two, other = ranks.run(2, lambda world: spread.learn(run(world, **sharded), 4), dp_shard=2)
+    assert two == other
+    for (loss, norm), (expected_loss, expected_norm) in zip(two, one, strict=True):
+        assert loss == pytest.approx(expected_loss, rel=1e-4)
+        assert norm == pytest.approx(expected_norm, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "gemma3"])
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(kind, has_cache, run, tmp_path):
+    train = {"max_steps": 4, "output_dir": str(tmp_path / "whole")}
+    checkpoint = {"save_steps": 2, "async_save": False}
+    run(train=train, checkpoint=checkpoint).fit()
+    again = tmp_path / "again"
+    if not has_cache:
+        shutil.rmtree(tmp_path / "cache")
+    shutil.copytree(tmp_path / "whole" / "checkpoint-2", again / "checkpoint-2")
+    train["output_dir"] = str(again)
+    run(train=train, checkpoint=checkpoint, resume=again / "checkpoint-2").fit()
+    for path in sorted((tmp_path / "whole" / "checkpoint-4").rglob("*.safetensors")):
+        other = again / "checkpoint-4" / path.relative_to(tmp_path / "whole" / "checkpoint-4")
+        values, expected = load_file(other), load_file(path)
+        assert values.keys() == expected.keys()
+        assert all(torch.equal(values[name], expected[name]) for name in expected), path.name
+
+
+@pytest.mark.parametrize("kind", ["llava"])
+def test_a_checkpoint_opens_with_its_processor_and_answers(kind, run, tmp_path):
+    run(checkpoint={"save_steps": 4, "async_save": False}).fit()
+    folder = tmp_path / "run" / "checkpoint-4"
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    processor = AutoProcessor.from_pretrained(folder)
+    image = Image.open(tmp_path / "1_0.png")
+    inputs = processor(text="USER: <image>\nwhat ASSISTANT: ", images=image, return_tensors="pt")
+    assert model.generate(**inputs, max_new_tokens=3).shape[1] == inputs["input_ids"].shape[1] + 3
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_vl"])
+def test_a_run_of_text_is_as_if_the_model_had_no_processor(kind, run, tmp_path):
+    rows = [row for row in pictures.rows(tmp_path, 9) if not row["images"]]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    train = {"global_batch_size": 2}
+    with_processor = run(train=train)
+    assert with_processor.policy.module.config._attn_implementation == "surefoot_packed_sdpa"
+    found = spread.learn(with_processor, 3)
+    for path in (tmp_path / "base").glob("*processor_config.json"):
+        path.unlink()
+    assert spread.learn(run(train=train), 3) == found
+
+
+@pytest.mark.parametrize("kind", ["llava"])
+def test_a_picture_that_changes_while_a_run_waits_stops_it_by_name(kind, run, tmp_path):
+    trainer = run()
+    for number in range(9):
+        for path in tmp_path.glob(f"{number}_*.png"):
+            pictures.picture(path, (60, 60), seed=99)
+    with pytest.raises(DataError, match=r"picture \d_\d\.png: it has changed since its row"):
+        spread.learn(trainer, 4)

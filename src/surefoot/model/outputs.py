@@ -259,7 +259,7 @@ def _returns_result(model: PreTrainedModel) -> bool:
     try:
         with _answering(_head(model, linear), lambda _: mark), blank:
             arguments = {"input_ids": ids, "attention_mask": None, "use_cache": False}
-            logits = model(**arguments, **one_document(model, 2)).logits
+            logits = model(**{**arguments, **one_document(model, 2)}).logits
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, ModelError) as error:
         _say_full_logits(model, first_line(error))
         return False
