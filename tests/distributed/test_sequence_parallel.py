@@ -8,7 +8,7 @@ import small
 from spread import UNEVEN, compare, trainer
 from surefoot.methods import Freeze, Full, LoRA
 from test_pipeline import compare as compare_pipelines
-from test_tensor_parallel import copies
+from test_tensor_parallel import assert_copies_are_equal
 
 TWO = {"tp": 2, "sequence_parallel": True}
 FOUR = {"tp": 4, "sequence_parallel": True}
@@ -153,7 +153,4 @@ def test_tokens_that_do_not_divide_are_refused_not_waited_for(tmp_path):
     ids=["full", "lora"],
 )
 def test_copies_stay_equal_to_the_bit_with_dropout(method, tmp_path):
-    seen = {}
-    for found in ranks.run(4, lambda w: copies(w, tmp_path, method, parallel=FOUR), **FOUR):
-        for place, data in found.items():
-            assert seen.setdefault(place, data) == data, place
+    assert_copies_are_equal(tmp_path, method, FOUR)

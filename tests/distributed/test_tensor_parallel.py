@@ -97,16 +97,21 @@ def copies(world, folder, method, **changes):
     return found
 
 
+def assert_copies_are_equal(folder, method, parallel):
+    seen = {}
+    work = lambda world: copies(world, folder, method, parallel=parallel)  # noqa: E731
+    for found in ranks.run(4, work, **parallel):
+        for place, data in found.items():
+            assert seen.setdefault(place, data) == data, place
+
+
 @pytest.mark.parametrize(
     "method",
     [pytest.param(Full(), marks=pytest.mark.proof), LoRA(rank=2, dropout=0.3)],
     ids=["full", "lora"],
 )
 def test_copies_stay_equal_to_the_bit_with_dropout(method, tmp_path):
-    seen = {}
-    for found in ranks.run(4, lambda world: copies(world, tmp_path, method), tp=4):
-        for place, data in found.items():
-            assert seen.setdefault(place, data) == data, place
+    assert_copies_are_equal(tmp_path, method, {"tp": 4})
 
 
 def test_a_row_counts_once_in_sums():

@@ -43,7 +43,8 @@ def ahead(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
 
 
 class ByteStream:
-    """Fills ``file``; of two page-aligned buffers, one is written while the other is filled."""
+    """Fills ``file`` past the page cache; of two page-aligned buffers, one is written while the
+    other is filled."""
 
     def __init__(self, file: files.File) -> None:
         self._file = file

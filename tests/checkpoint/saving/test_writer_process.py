@@ -60,17 +60,6 @@ def test_it_writes_what_a_synchronous_save_writes(tmp_path, background):
     assert ours == theirs
 
 
-def test_what_changes_after_the_snapshot_is_not_in_it(tmp_path, background):
-    states = sample_states(1)
-    begin(background, tmp_path, 1, states)
-    for tensor in states["model"].state.values():
-        tensor.zero_()
-    background.wait()
-    fresh = blank(states)
-    load(tmp_path / "checkpoint-1", fresh)
-    assert same_states(sample_states(1), fresh)
-
-
 def test_tensors_of_any_layout_in_memory_are_saved_by_value(tmp_path, background):
     base = torch.randn(4, 6)
     model = {"t": base.T, "cut": base[1:3, ::2], "expanded": torch.ones(1).expand(5)}
@@ -83,18 +72,6 @@ def test_tensors_of_any_layout_in_memory_are_saved_by_value(tmp_path, background
         assert torch.equal(into[name], tensor), name
 
 
-def test_it_is_asked_without_waiting_and_answers_once(tmp_path, background):
-    assert background.poll() is None
-    assert background.wait() is None
-    begin(background, tmp_path, 1)
-    deadline = time.monotonic() + 60
-    while (saved := background.poll()) is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert saved is not None
-    assert saved.path.is_dir()
-    assert background.poll() is None
-
-
 def test_a_state_that_grows_gets_more_memory(tmp_path, background):
     for step, scale in enumerate((1, 64, 1, 512), start=1):
         begin(background, tmp_path, step, sample_states(step, scale))
@@ -102,24 +79,6 @@ def test_a_state_that_grows_gets_more_memory(tmp_path, background):
         fresh = blank(sample_states(step, scale))
         load(tmp_path / f"checkpoint-{step}", fresh)
         assert same_states(sample_states(step, scale), fresh)
-
-
-def test_a_failure_is_told_and_the_next_save_works(tmp_path, background):
-    (tmp_path / "checkpoint-1").mkdir()
-    begin(background, tmp_path, 1)
-    with pytest.raises(CheckpointError, match=r"checkpoint-1: it exists already"):
-        background.wait()
-    begin(background, tmp_path, 2)
-    assert background.wait().path == tmp_path / "checkpoint-2"
-
-
-def test_a_writer_that_is_killed_is_replaced_and_nothing_is_lost(tmp_path, background, caplog):
-    begin(background, tmp_path, 1, sample_states(1, 20_000))
-    os.kill(background.pid, signal.SIGKILL)
-    background.wait()
-    assert "SIGKILL; is memory short?" in caplog.text
-    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-1"]
-    assert verify(tmp_path / "checkpoint-1", full=True).ok
 
 
 def test_a_writer_that_dies_again_and_again_is_told(tmp_path, background, monkeypatch):
@@ -171,14 +130,6 @@ def test_signals_meant_for_the_trainer_do_not_end_the_writer(tmp_path, backgroun
 def test_a_state_larger_than_the_memory_is_refused_before_anything_is_touched():
     with pytest.raises(MemoryError, match="are needed"):
         SnapshotBuffer.create(1 << 60)
-
-
-def test_closing_waits_for_the_save_in_flight(tmp_path):
-    background = Background()
-    begin(background, tmp_path, 1, sample_states(1, 2000))
-    background.close()
-    assert verify(tmp_path / "checkpoint-1", full=True).ok
-    background.close()
 
 
 def run(script, *args, **options):
