@@ -41,6 +41,7 @@ CODEC = SimpleNamespace(
     tokenizer=SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids))),
     stop_token_ids=(),
     section=SimpleNamespace(longest=128),
+    media=None,
 )
 
 
