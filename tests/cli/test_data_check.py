@@ -94,7 +94,7 @@ def test_good_rows_have_no_problem_and_exit_code_0(folder):
 def test_each_kind_of_bad_row_is_counted_and_named(found):
     problems = whats(found, "bad")
     assert problems["responses that repeat themselves"] == 1
-    assert problems["placeholders of pictures or sounds in the text"] == 1
+    assert problems["placeholders without a picture in the text"] == 1
     assert problems["special tokens of the model in the text"] == 1
     assert problems["rows that cannot be read"] == 1
     assert problems["rows equal to an earlier one"] == 1

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -14,8 +15,10 @@ from surefoot.batch import IGNORE_INDEX
 from surefoot.data.example import MEDIUM
 from surefoot.data.media.files import Seen, seen_in
 from surefoot.data.rows.registry import read_entry
+from surefoot.data.training_data import prepare
 from surefoot.errors import DataError
-from surefoot.recipe.recipe_data import open_codec
+from surefoot.recipe.recipe_data import encoding_of, open_codec
+from surefoot.use.data_check.check import check_data
 
 PROCESSED = ("llava", "idefics3", "gemma3")  # whose processors need Pillow only
 
@@ -251,6 +254,48 @@ def test_nothing_is_trained_on_the_tokens_of_a_picture(kind, base, tmp_path):
     item = encoded(codec, read(tmp_path, asked("<image>", ["a.png"])))
     assert not codec.media.processor.token_ids & set(item["labels"])
     assert set(item["labels"]) - {IGNORE_INDEX}
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl"], scope="module")
+def test_rows_with_other_pictures_are_not_those_that_are_trained_on(kind, base, tmp_path, caplog):
+    """Nor duplicates; those with the same picture under another name are both."""
+    names = [pictures.picture(tmp_path / f"{i}.png", seed=i) for i in range(4)]
+    shutil.copy(tmp_path / names[0], tmp_path / "again.png")
+    sets = {"rows": [*names[:2], "again.png"], "held": names[2:], "seen": ["again.png", names[3]]}
+    for name, files in sets.items():
+        lines = [json.dumps(asked("<image> what?", [file])) for file in files]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    evals = [str(tmp_path / f"{name}.jsonl") for name in ("held", "seen")]
+    recipe = pictures.recipe(tmp_path, base, eval_datasets=evals)
+    prepare(encoding_of(recipe, open_codec(recipe, base)))
+    assert "held.jsonl': " not in caplog.text
+    assert "seen.jsonl': 1 of its 2 examples are trained on, too" in caplog.text
+    found = check_data(recipe, open_codec(recipe, base))
+    rows = found.datasets[0]
+    assert rows.equal.rows == ["rows.jsonl:2 is rows.jsonl:0"]
+    assert [overlap.same.rows for overlap in found.overlaps] == [[], ["seen.jsonl:0"]]
+    assert [overlap.prompt.count for overlap in found.overlaps] == [0, 0]
+    assert rows.pictures == {(64, 64, 4): 3}
+    assert "3 pictures of 64 x 64 pixels (12 tokens, 4 each)" in rows.totals
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl"], scope="module")
+def test_each_picture_that_cannot_be_read_is_named_and_the_others_are_checked(kind, base, tmp_path):
+    """Of a cut JPEG the header can be read, and its pixels cannot."""
+    pictures.picture(tmp_path / "good.png")
+    Image.effect_noise((64, 64), 50).save(tmp_path / "cut.jpg")
+    (tmp_path / "cut.jpg").write_bytes((tmp_path / "cut.jpg").read_bytes()[:-800])
+    url = "data:image/png;base64," + base64.b64encode(b"none").decode()
+    rows = [asked("<image>", [name]) for name in ("good.png", "none.png", "cut.jpg", url)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    recipe = pictures.recipe(tmp_path, base)
+    found = check_data(recipe, open_codec(recipe, base))
+    none, cut, kept = found.datasets[0].bad_pictures
+    assert none.startswith("rows.jsonl:1: picture none.png: no such file")
+    assert cut.startswith("rows.jsonl:2: picture cut.jpg: image file is truncated")
+    assert kept.startswith("rows.jsonl:3: picture: it is truncated or damaged")
+    assert found.has_problems
+    assert json.loads(json.dumps(found.as_data()))["datasets"][0]["pictures"][0]["count"] == 1
 
 
 def test_a_model_of_text_says_that_it_reads_no_pictures(codec, tmp_path):

@@ -51,7 +51,9 @@ def alone(model, collation, item):
 
 
 def together(model, batch):
-    return compute(model, batch, pictures.LOGPS, head=logprob_head_of(model)).logps
+    head = logprob_head_of(model)
+    assert head is not None, "full logits would be computed"
+    return compute(model, batch, pictures.LOGPS, head=head).logps
 
 
 def gradients(model):

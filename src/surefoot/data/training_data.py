@@ -24,7 +24,7 @@ from ..batch import Features
 from ..errors import DataError, counted
 from .data_order import Index, Mixing, hold_out, mixed
 from .example import BrokenRow, Example
-from .media.files import COLUMN
+from .media.files import COLUMN, seen_in
 from .order.loader import NOTHING, Shuffle
 from .rows.catalog import Catalog, check_rows
 from .rows.registry import DatasetEntry
@@ -112,9 +112,9 @@ def _warn_of_trained_rows(section: DataSection, data: TrainingData[EncodedDatase
             continue
         # Hashing every training row would take seconds; only those of an equal length can be equal.
         items = np.flatnonzero(np.isin(data.train.lengths, evaluated.lengths)).tolist()
-        trained = {_hash_of_tokens(data.train[item]) for item in items}
+        trained = {_hash_of_content(data.train[item]) for item in items}
         if num_trained := sum(
-            _hash_of_tokens(evaluated[i]) in trained for i in range(len(evaluated))
+            _hash_of_content(evaluated[i]) in trained for i in range(len(evaluated))
         ):
             logger.warning(
                 "evaluation dataset %r: %s of its %s are trained on, too, under another name: its "
@@ -125,9 +125,12 @@ def _warn_of_trained_rows(section: DataSection, data: TrainingData[EncodedDatase
             )
 
 
-def _hash_of_tokens(features: Features) -> bytes:
+def _hash_of_content(features: Features) -> bytes:
+    """Of tokens, and of pictures wherever they are: their tokens are the same for all of a size."""
     tokens = (ids for name, ids in features.items() if name.endswith("input_ids"))
-    return xxhash.xxh3_128_digest(b"|".join(np.asarray(ids, np.int32).tobytes() for ids in tokens))
+    parts = [np.asarray(ids, np.int32).tobytes() for ids in tokens]
+    parts += [seen.digest.encode() for seen in seen_in(features)]
+    return xxhash.xxh3_128_digest(b"|".join(parts))
 
 
 def find(encoding: Encoding) -> TrainingData[EncodedDataset] | None:

@@ -19,7 +19,7 @@ FIRST = "conversations that begin with a response"
 TWICE = "conversations with two turns of one role in a row"
 LATE = "system messages after the first turn"
 ALONE = "results of functions without a call before"
-PLACEHOLDER = "placeholders of pictures or sounds in the text"
+PLACEHOLDER = "placeholders without a picture in the text"
 CONTROL = "special tokens of the model in the text"
 LOOP = "responses that repeat themselves"
 ECHO = "responses equal to the prompt"
@@ -103,4 +103,5 @@ def _ends(messages: Sequence[Message]) -> bool:
 def _written(message: Message) -> str:
     pairs = [(call["name"], call["arguments"]) for call in message.tool_calls]  # ids may differ
     calls = json.dumps(pairs, sort_keys=True, default=str)
-    return f"{message.role}:{message.content}{calls if message.tool_calls else ''}"
+    pictures = "".join(f"\2{picture!r}" for picture in message.media)
+    return f"{message.role}:{message.content}{calls if message.tool_calls else ''}{pictures}"

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from ...data.data_order import Index, hold_out
 from ...data.example import BrokenRow, Dropped, Encoded, Example, Truncated, items_of, unread_in
+from ...data.media.files import seen_in
 from ...data.rows.catalog import Catalog
 from ...data.rows.registry import DatasetEntry
 from ...data.rows.rows import read_examples
@@ -51,6 +53,7 @@ class _Reader:
     ) -> None:
         self._recipe, self._codec, self._compares = recipe, codec, compares
         self._num_shown = num_shown
+        self._digests: dict[str, str] = {}  # of pictures that were decoded, by path or ``_key``
         section = replace(recipe.data, cutoff_len=UNLIMITED, on_too_long="truncate")
         self._unlimited = codec.with_section(section)
         specials = (*codec.tokenizer.all_special_tokens, "<|im_start|>", "<|im_end|>")
@@ -91,7 +94,7 @@ class _Reader:
                 else:
                     figures.broken.add(f"{origin}: {row.reason}")
                 reading.num_rows = max(reading.num_rows, row.index + 1)
-            else:
+            elif not self._compares or self._decodes(figures, row):
                 examples.append(row)
         wholes = self._recipe.stage.encode(examples, self._unlimited)
         outcomes = self._limited(examples, wholes)
@@ -99,6 +102,30 @@ class _Reader:
         figures.unread = list(dict.fromkeys((*figures.unread, *unread)))
         for example, whole, outcome in zip(examples, wholes, outcomes, strict=True):
             self._one(reading, example, whole, outcome)
+
+    def _decodes(self, figures: DatasetFigures, example: Example) -> bool:
+        """Whether each picture of a row can be decoded. Each file is, once; pixels are not kept."""
+        bad = []
+        for source in (each for message in example.messages for each in message.media if each):
+            if self._codec.media is None or _key(source) in self._digests:
+                continue  # rows with pictures stop this run where they are encoded
+            try:
+                seen = self._codec.media.files.look(source)
+                self._codec.media.files.decode(seen)
+                self._digests[_key(source)] = seen.digest
+            except DataError as error:
+                name = f"picture {source}: " if isinstance(source, str) else "picture: "
+                bad.append(f"{example.origin}: {name}{str(error).removeprefix(name)}")
+        figures.bad_pictures += bad
+        return not bad
+
+    def _by_content(self, example: Example) -> Example:
+        """A row to compare, with digests in place of its pictures: names do not count."""
+        messages = tuple(
+            replace(each, media=tuple(self._digests.get(_key(m or "")) for m in each.media))
+            for each in example.messages
+        )
+        return replace(example, messages=messages)
 
     def _limited(self, examples: Sequence[Example], wholes: Sequence[Encoded]) -> list[Encoded]:
         """The examples as they are trained on. Only long ones must be encoded again for it."""
@@ -123,6 +150,7 @@ class _Reader:
         figures.items += len(items)
         figures.tokens += sum(map(num_tokens_of, items))
         figures.trained_tokens += sum(map(num_trained_of, items))
+        figures.pictures.update(seen[2:] for item in items for seen in seen_in(item))
         figures.lengths.update(map(num_limited, items_of(whole)))
         if example.label is not None:
             figures.labels[example.label] += 1
@@ -133,7 +161,11 @@ class _Reader:
         if self._num_shown:
             figures.show(preview_example(self._codec, example, outcome, whole), self._num_shown)
         if self._compares:
-            reading.compare(example, number)
+            reading.compare(self._by_content(example), number)
+
+
+def _key(source: str | bytes) -> str:
+    return source if isinstance(source, str) else xxhash.xxh3_128_hexdigest(source)
 
 
 def preview_data(

@@ -73,6 +73,10 @@ class DatasetFigures:
     tokens: int = 0
     trained_tokens: int = 0
     lengths: Counter[int] = field(default_factory=Counter)  # tokens of a sequence -> sequences
+    pictures: Counter[tuple[int, int, int]] = field(
+        default_factory=Counter
+    )  # width, height, tokens
+    bad_pictures: list[str] = field(default_factory=list)  # all of them, by row and name
     broken: Counted = field(default_factory=Counted)
     cut: Counted = field(default_factory=Counted)
     dropped: dict[str, Counted] = field(default_factory=dict)  # by reason
@@ -94,7 +98,18 @@ class DatasetFigures:
             counted(self.items, "sequence"),
             counted(self.tokens, "token"),
             f"{self.trained_tokens:,} trained",
+            *self._of_pictures(),
         ]
+
+    def _of_pictures(self) -> Iterator[str]:
+        """The number of pictures, their sizes and tokens."""
+        if self.pictures:
+            small, large = (most(self.pictures, key=_area) for most in (min, max))
+            sizes = " to ".join(dict.fromkeys(f"{w} x {h}" for w, h, _ in (small, large)))
+            each = dict.fromkeys(most(n for _, _, n in self.pictures) for most in (min, max))
+            count, total = self.pictures.total(), sum(n * c for (*_, n), c in self.pictures.items())
+            tokens = f"{total:,} tokens, {' to '.join(map(str, each))} each"
+            yield f"{counted(count, 'picture')} of {sizes} pixels ({tokens})"
 
     def show(self, example: PreviewExample, count: int) -> None:
         """Keep the first ``count`` examples; one that is dropped makes room for one that is not."""
@@ -110,6 +125,10 @@ class DatasetFigures:
             **asdict(self),
             "labels": {str(value).lower(): count for value, count in self.labels.items()},
             "lengths": {str(length): self.lengths[length] for length in sorted(self.lengths)},
+            "pictures": [
+                {"width": width, "height": height, "tokens": tokens, "count": count}
+                for (width, height, tokens), count in sorted(self.pictures.items())
+            ],
             "quantiles": {f"{share:g}": n for share, n in quantiles(self.lengths).items()},
             "share_trained": self.share_trained,
         }
@@ -118,6 +137,10 @@ class DatasetFigures:
     def share_trained(self) -> float:
         """Of all tokens, those that are trained on."""
         return self.trained_tokens / self.tokens if self.tokens else 0.0
+
+
+def _area(picture: tuple[int, int, int]) -> int:
+    return picture[0] * picture[1]
 
 
 @dataclass
@@ -165,7 +188,8 @@ ODD_ADVICE = {
     TWICE: "check for missing turns; most chat templates expect them to alternate",
     LATE: "most chat templates read a system message only at the beginning",
     ALONE: "check for missing calls",
-    PLACEHOLDER: "pictures and sounds are not read; remove the rows or the placeholders",
+    PLACEHOLDER: "name the column of the pictures in the entry, or remove the placeholders, which "
+    "are read as text",
     CONTROL: "is the text already rendered by a chat template? Give messages instead",
     LOOP: "a model imitates that; read some of them",
     ECHO: "check the columns of the entry",
@@ -195,6 +219,9 @@ def findings_in(figures: DatasetFigures) -> Iterator[Finding]:
 
     for kind, rows_with in figures.odd.items():
         yield found("problem", kind, rows_with.count, rows_with.rows, ODD_ADVICE[kind])
+    if bad := figures.bad_pictures:
+        advice = "restore or convert the files, or remove the rows; each of them stops training"
+        yield found("problem", "pictures that cannot be read", len(bad), bad, advice)
     if figures.broken.count:
         broken = figures.broken
         yield found("problem", "rows that cannot be read", broken.count, broken.rows, "mend them")

@@ -105,7 +105,7 @@ def _head_reads_last_hidden_states(model: PreTrainedModel) -> bool:
         stack.callback(model.get_output_embeddings().register_forward_pre_hook(entering).remove)
         for inner in {model.base_model, model.get_decoder()}:
             stack.callback(inner.register_forward_hook(leaving).remove)
-        model(input_ids=ids, attention_mask=None, use_cache=False, **one_document(model, 2))
+        model(input_ids=ids, use_cache=False, **{"attention_mask": None, **one_document(model, 2)})
     head, last = seen["head"], seen["last"]
     owners = [tensor if tensor._base is None else tensor._base for tensor in (head, last)]
     return owners[0] is owners[1] and head.shape == last.shape
