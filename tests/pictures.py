@@ -198,7 +198,7 @@ DATA = {field.name for field in fields(DataSection)}
 def recipe(folder, base, *, media=None, train=None, stage="sft", method="full", **more):
     """A recipe for ``rows.jsonl`` in ``folder``, with pictures beside it."""
     settings = {
-        "model": {"path": str(base)},
+        "model": {"path": str(base), **more.pop("model", {})},
         "stage": stage,
         "method": method,
         "data": {

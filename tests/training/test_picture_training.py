@@ -14,7 +14,7 @@ import ranks
 import spread
 from surefoot.batch import IGNORE_INDEX
 from surefoot.data.order.micro_batches import without_labels
-from surefoot.errors import DataError, ModelError
+from surefoot.errors import DataError, ModelError, RecipeError
 from surefoot.model import isolation
 from surefoot.model.isolation import use_packed
 from surefoot.model.outputs import compute, logprob_head_of
@@ -212,3 +212,26 @@ def test_a_picture_that_changes_while_a_run_waits_stops_it_by_name(kind, run, tm
             pictures.picture(path, (60, 60), seed=99)
     with pytest.raises(DataError, match=r"picture \d_\d\.png: it has changed since its row"):
         spread.learn(trainer, 4)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl"])
+def test_rows_with_pictures_are_refused_where_ranks_share_their_tokens(kind, run):
+    with pytest.raises(RecipeError, match=r"parallel\.sequence_parallel: rows with pictures"):
+        run(parallel={"tp": 2, "sequence_parallel": True})
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl"])
+def test_noise_on_embeddings_is_that_of_each_document(kind, run):
+    (loss, _), *_ = spread.learn(run(model={"neftune_noise_alpha": 5.0}), 1)
+    assert loss != spread.learn(run(), 1)[0][0]
+
+
+@pytest.mark.parametrize("kind", ["llava"])
+def test_a_processor_that_cannot_be_opened_stops_rows_with_pictures_alone(kind, run, tmp_path):
+    unknown = json.dumps({"image_processor_type": "NoSuchImageProcessor"})
+    (tmp_path / "base" / "preprocessor_config.json").write_text(unknown)
+    with pytest.raises(DataError, match=r"the row has pictures, and .*cannot open its processor"):
+        run()
+    rows = [row for row in pictures.rows(tmp_path, 9) if not row["images"]]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    run(train={"global_batch_size": 2})

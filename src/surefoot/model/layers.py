@@ -399,6 +399,8 @@ class _EmbeddingNoise:
         self.rows = None
         if positions is None:  # a callback's call
             positions = torch.arange(embedded.shape[1], device=embedded.device)[None]
+        if positions.ndim == 3:  # of several axes; the first ones tell documents apart
+            positions = positions[0]
         limit = self.alpha / (document_lengths(positions, mask) * embedded.shape[-1]).sqrt()
         noise = torch.empty_like(embedded).uniform_(-1, 1)
         return embedded + noise * limit.unsqueeze(-1).to(noise.dtype)

@@ -21,6 +21,7 @@ from ..model.lora_targets import (
     unreached_by_text,
 )
 
+BY_PICTURES = "yes, by rows with more than text"
 ADAPTER, FULL, IN_TURN = "yes, by an adapter", "yes", "yes, in turn"
 NEW_TOKENS = "rows of new tokens"
 _VECTORS = "norms, biases and other vectors"
@@ -56,7 +57,7 @@ def coverage(
         if ".token_adapter." in wrapped:
             trained = NEW_TOKENS
         if name in unreached:
-            trained = f"no: {UNREACHED}"
+            trained = BY_PICTURES if is_full else f"no: {UNREACHED}"
         place, leaf = _place(name, parameter)
         group = sizes.setdefault((place, trained), {})
         group[leaf] = group.get(leaf, 0) + num_elements(parameter)

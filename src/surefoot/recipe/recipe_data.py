@@ -99,8 +99,13 @@ def open_codec(recipe: Recipe, base: Path) -> Codec:
     except TemplateError as error:
         more = problems_of(recipe.data)  # so that all are said at once
         raise TemplateError("\n".join([str(error), *more])) from error
-    media = media_of(recipe, base, tokenizer) if recipe.stage.reads_pictures else None
-    return Codec(tokenizer, template, settled(recipe, base).data, media)
+    section = settled(recipe, base).data
+    if not recipe.stage.reads_pictures:
+        return Codec(tokenizer, template, section, None, "only stage: sft reads them")
+    try:
+        return Codec(tokenizer, template, section, media_of(recipe, base, tokenizer))
+    except ModelError as error:  # rows of text need no processor
+        return Codec(tokenizer, template, section, None, str(error))
 
 
 def media_of(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBase) -> BatchMedia | None:

@@ -15,6 +15,7 @@ from ..data.store.cache import default_folder
 from ..data.store.dataset import EncodedDataset
 from ..data.text.codec import Codec
 from ..data.training_data import AnyData
+from ..errors import RecipeError
 from ..model.loading import resolve
 from ..model.numerics import derive
 from ..network.network import Network
@@ -227,8 +228,15 @@ def collation_of(recipe: Recipe, codec: Codec | None = None) -> Collation:
 
 
 def probes_of(recipe: Recipe, codec: Codec, data: AnyData) -> Sequence[Probe]:
-    """Documents with pictures, for the check of packed rows; none if the run has text alone."""
-    if codec.media is None or not recipe.data.packing or not data.has_pictures:
+    """Documents with pictures, for the check of packed rows; none if the run has text alone. Raises
+    ``RecipeError``: the ranks cannot share pictures as the recipe has it."""
+    if codec.media is None or not data.has_pictures:
+        return ()
+    if data.whole is not None and recipe.parallel.sequence_parallel:
+        raise RecipeError(
+            "parallel.sequence_parallel: rows with pictures are not divided among ranks; remove it"
+        )
+    if not recipe.data.packing:
         return ()
     packed, items = collation_of(recipe, codec), codec.picture_probe()
     padded = replace(packed, packing=False)

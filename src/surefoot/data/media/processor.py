@@ -194,16 +194,21 @@ def open_processor(
             f"{base}: its processor needs a package that is missing: {first_line(error)} "
             f"({installation('pillow')} has what most processors need)"
         ) from None
-    except (ValueError, OSError, KeyError, TypeError) as error:
+    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{base}: cannot open its processor: {first_line(error)}") from None
     if not _expands(processor):
         raise ModelError(
             f"{base}: {kind.__name__} writes no placeholders for pictures into the text, which is "
-            "not supported; train on rows without pictures"
+            "not supported"
         )
     processor.tokenizer = tokenizer
     own = {name: (base / name).read_bytes() for name in FILES if (base / name).is_file()}
-    return MediaProcessor(processor, own)
+    media = MediaProcessor(processor, own)
+    try:  # a processor of another kind shows itself here, and not in the first row
+        _ = media.control, media.token_ids, media.fingerprint
+    except (DataError, AttributeError, TypeError, KeyError) as error:
+        raise ModelError(f"{base}: {kind.__name__} gives a picture no text: {error}") from None
+    return media
 
 
 def _expands(processor: Any) -> bool:

@@ -87,9 +87,10 @@ class Codec:
         template: Template | None,
         section: DataSection,
         media: BatchMedia | None = None,
+        why_text: str = "this model or stage reads text alone",
     ) -> None:
         """``template`` may be None if only documents are encoded (``stage: pt``), ``media`` if the
-        model or the stage reads text alone."""
+        model or the stage reads text alone, for the reason ``why_text``."""
         is_unwritten = template and template.last_ends == (tokenizer.eos_token,)
         if template and is_unwritten and section.train_on_prompt:
             raise TemplateError(
@@ -99,6 +100,7 @@ class Codec:
         self.tokenizer = tokenizer
         self.section = section
         self.media = media
+        self._why_text = why_text
         self._template = template
         self._of_arguments: dict[str, Codec] = {}  # see ``given``
         self._lock = Lock()  # what is Python; a template renders for one thread at a time only
@@ -193,7 +195,7 @@ class Codec:
 
     def with_section(self, section: DataSection) -> Codec:
         """The same tokenizer and template with other settings."""
-        codec = Codec(self.tokenizer, self._template, section, self.media)
+        codec = Codec(self.tokenizer, self._template, section, self.media, self._why_text)
         shared = ("_renderer", "_locator", "_chat", "_documents", "_lock")
         vars(codec).update({name: vars(self)[name] for name in shared if name in vars(self)})
         return codec
@@ -375,9 +377,9 @@ class Codec:
         sources = [source for message in messages for source in message.media if source]
         if sources and self.media is None:
             raise DataError(
-                f"{example.origin}: the row has pictures, and this model or stage reads text alone "
-                '(stage: sft reads pictures); leave such rows out, or add "columns": {"images": '
-                "null} to the entry to train on the text without them"
+                f"{example.origin}: the row has pictures, and {self._why_text}; leave such rows "
+                'out, or add "columns": {"images": null} to the entry to train on the text without '
+                "them"
             )
         if any(is_unclear(message, self.template.thoughts) for message in messages):
             return UNCLEAR
