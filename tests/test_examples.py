@@ -14,10 +14,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from ruamel.yaml import YAML
 from torch.distributed.run import get_args_parser
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+)
 
+from commands import ok
 from project import checkpoints, in_child
 from surefoot.recipe.recipe import load
 
@@ -242,3 +249,60 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
     assert run.global_step == 20
     assert run.output_dir.resolve() == tmp_path / "runs/from-python"
     assert 0 <= run.log_history[-1]["eval_surely"] <= 1
+
+
+@pytest.fixture
+def pictures(tmp_path, monkeypatch, num_train):
+    """The demo of pictures in a folder of its own, with this many figures to train on."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(sys, "argv", ["make_pictures", "--out", str(tmp_path / "pictures")])
+    sys.argv += ["--train", str(num_train), "--held-out", "200"]
+    importlib.import_module("make_pictures").main()
+    recipe = (EXAMPLES / "pictures.yaml").read_text()
+    (tmp_path / "pictures.yaml").write_text(recipe)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def named(folder, checkpoint):
+    """How many held-out figures transformers names right from a checkpoint: with their own picture,
+    and with that of another row."""
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint)
+    lines = (folder / "pictures" / "figures_held_out.jsonl").read_text().splitlines()
+    drawn = [json.loads(line) for line in lines]
+    answers = [row["messages"][1]["content"] for row in drawn]
+    images = [Image.open(folder / "pictures" / row["images"][0]) for row in drawn]
+    question = [{"type": "image"}, {"type": "text", "text": "What is this?"}]
+    text = processor.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True
+    )
+    shares = []
+    for shown in (images, images[1:] + images[:1]):
+        batch = processor(
+            text=[text] * len(shown),
+            images=[[image] for image in shown],
+            return_tensors="pt",
+            add_special_tokens=False,
+        )
+        ids = model.generate(**batch, max_new_tokens=8, do_sample=False)
+        texts = processor.batch_decode(ids[:, batch["input_ids"].shape[1] :])
+        said = [text.partition("<end_of_turn>")[0] for text in texts]
+        shares.append(sum(map(str.__eq__, said, answers)) / len(answers))
+    return shares
+
+
+@pytest.mark.parametrize("num_train", [32])
+def test_the_demo_of_pictures_trains_on_them(pictures, num_train):
+    ok("train", "pictures.yaml", "train.max_steps=2")
+    (checkpoint,) = checkpoints(pictures / "runs" / "pictures")
+    assert max(named(pictures, checkpoint)) < 0.5  # it opens, and has not learnt it
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("num_train", [3200])
+def test_a_small_model_learns_to_name_figures_from_the_pictures_alone(pictures, num_train):
+    ok("train", "pictures.yaml")
+    own, swapped = named(pictures, checkpoints(pictures / "runs" / "pictures")[-1])
+    assert own >= 0.97
+    assert swapped < 0.2  # chance is a sixteenth

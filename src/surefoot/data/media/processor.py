@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jinja2
 import torch
 import xxhash
 from transformers import AutoConfig, PreTrainedTokenizerBase, ProcessorMixin
@@ -81,8 +82,26 @@ class MediaProcessor:
         tokenizer = self.processor.tokenizer
         added = tokenizer.added_tokens_decoder
         written = self._ids(self.text_of((_PLAIN, _PLAIN)))
-        placeholder = str(self.processor.image_token)
-        return frozenset({placeholder, *(added[i].content for i in written if i in added)})
+        written += self._ids(self.placeholder)
+        token = str(self.processor.image_token)
+        return frozenset({token, *(added[i].content for i in written if i in added)})
+
+    @cached_property
+    def placeholder(self) -> str:
+        """What the model's own chat template writes for a picture, such as its token between those
+        of its beginning and end: for templates that are made for text. Empty if it has no template
+        or one that fails."""
+        words: dict[str, object] = {"type": "text", "text": "a"}
+        texts = []
+        for parts in ([{"type": "image"}, words], [words]):
+            turns = [{"role": "user", "content": parts}]
+            try:
+                text = self.processor.tokenizer.apply_chat_template(turns, tokenize=False)
+            except (ValueError, TypeError, jinja2.TemplateError):
+                return ""
+            texts.append(str(text))
+        start = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), 0)
+        return texts[0][start : start + len(texts[0]) - len(texts[1])].strip()
 
     def text_of(self, size: Size) -> str:
         """The text of a picture of this size. Raises ``DataError``: the model takes none of it."""

@@ -235,7 +235,8 @@ class Codec:
 
     @cached_property
     def _renderer(self) -> Renderer:
-        return Renderer(self.template.source, self.tokenizer, reads_media=self.media is not None)
+        picture = None if self.media is None else self.media.processor.placeholder
+        return Renderer(self.template.source, self.tokenizer, picture=picture)
 
     @cached_property
     def _locator(self) -> ResponseLocator:

@@ -5,8 +5,10 @@ All other trainers have transformers' training arguments, too, so these rules ho
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
@@ -49,6 +51,22 @@ def _dataset_dir(arguments: GivenArguments) -> Settings:
         message = f"{no_ids[0]!r} is no hub id, as dataset_dir is ONLINE; write owner/name"
         raise RefusedError("dataset", message)
     return {}
+
+
+def _pictures(arguments: GivenArguments) -> Settings:
+    """Where pictures are and how large they may be, if an entry of a dataset names a column of
+    them: every picture is made smaller there before the model's processor sees it."""
+    entries = {}
+    with suppress(OSError, ValueError):  # reading the datasets says what is wrong
+        text = (Path(str(arguments["dataset_dir"])) / "dataset_info.json").read_text("utf-8")
+        entries = json.loads(text)
+    names = [*(arguments["dataset"] or ()), *(arguments["eval_dataset"] or ())]
+    columns = [(entries.get(name) or {}).get("columns") or {} for name in names]
+    if not any("images" in each for each in columns):
+        return {}
+    folder = arguments["media_dir"]
+    settings: Settings = {"data.media.max_pixels": arguments["image_max_pixels"]}
+    return settings | ({"data.media.folder": folder} if folder else {})
 
 
 def _template(arguments: GivenArguments) -> Settings:
@@ -415,6 +433,7 @@ LLAMAFACTORY = Program(
         functions=(
             ("adapter_name_or_path", _adapters),
             ("dataset_dir", _dataset_dir),
+            ("image_max_pixels", _pictures),
             ("template", _template),
             ("tokenized_path", _tokenized),
             ("reward_model", _ppo),

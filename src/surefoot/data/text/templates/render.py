@@ -71,11 +71,12 @@ class Renderer:
     """
 
     def __init__(
-        self, source: str, tokenizer: PreTrainedTokenizerBase, *, reads_media: bool = False
+        self, source: str, tokenizer: PreTrainedTokenizerBase, *, picture: str | None = None
     ) -> None:
-        """``reads_media``: a ``MEDIUM`` in a content is a picture, which the template writes."""
+        """``picture``: the placeholder of one, where a content has ``MEDIUM``; None if the model
+        reads text alone."""
         self.source = source
-        self._reads_media = reads_media
+        self._picture = picture
         self.thoughts_field = field_of(source)
         self.has_marks = _MARK.search(source) is not None
         self._words = frozenset(_WORD.findall(source))
@@ -188,12 +189,24 @@ class Renderer:
 
         return "type" in self._words and not writes_it(False) and writes_it(True)
 
+    @cached_property
+    def _writes_pictures(self) -> bool:
+        """Whether the template writes a placeholder for a part that is a picture. One that is made
+        for text, such as a bundled one, writes contents as they are."""
+        turn = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}
+        try:
+            return str(self._picture) in self._render([turn], None, in_parts=False)[0]
+        except TemplateError:
+            return False
+
     def _in_parts(self, message: Mapping[str, object], *, always: bool) -> Mapping[str, object]:
         """A message, with a list as its content if it has pictures, or ``always``."""
         content = message["content"]
         if not isinstance(content, str):
             return message
-        has_media = self._reads_media and MEDIUM in content
+        has_media = self._picture is not None and MEDIUM in content
+        if has_media and not self._writes_pictures:
+            return {**message, "content": content.replace(MEDIUM, str(self._picture))}
         if not has_media and not always:
             return message
         parts: list[dict[str, object]] = []

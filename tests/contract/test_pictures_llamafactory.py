@@ -1,0 +1,102 @@
+"""Rows with pictures beside LLaMA-Factory's, token for token, from its own files."""
+
+import json
+
+import llamafactory_pictures as theirs
+import pytest
+from PIL import Image
+from transformers import AutoConfig
+
+from surefoot.batch import IGNORE_INDEX
+from surefoot.data.media.files import seen_in
+from surefoot.data.rows.catalog import training_examples
+from surefoot.plugins.migrate.conversion import convert_llamafactory
+from surefoot.recipe.recipe import load_converted
+from surefoot.recipe.recipe_data import open_codec
+from surefoot.recipe.yaml import parse
+
+OWN = {  # how the models' own templates write a turn and a picture
+    "qwen": ("<|im_start|>", "<|im_end|>", "<|vision_start|><|image_pad|><|vision_end|>"),
+    "gemma3": ("<start_of_turn>", "<end_of_turn>", "<start_of_image>"),
+    "llava": ("", "</s>", "<image>"),
+}
+TEMPLATE = (
+    "{%% for message in messages %%}%s{{ message.role }}\n{%% for part in message.content %%}"
+    "{%% if part.type == 'image' %%}%s{%% else %%}{{ part.text }}{%% endif %%}{%% endfor %%}%s\n"
+    "{%% endfor %%}"
+)
+WRITTEN = json.loads(theirs.WRITTEN.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module", params=theirs.TEMPLATES)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(kind, tmp_path_factory):
+    """A model's folder, and the data as LLaMA-Factory has it beside its recipe."""
+    folder = tmp_path_factory.mktemp(kind)
+    (folder / "model").mkdir()
+    AutoConfig.for_model(kind).save_pretrained(folder / "model")
+    begin, end, picture = OWN["qwen" if kind.startswith("qwen") else kind]
+    tokenizer = theirs.tokenizer(kind)
+    tokenizer.chat_template = TEMPLATE % (begin, picture, end)
+    tokenizer.save_pretrained(folder / "model")
+    images, settings = theirs.image_processor(kind)
+    images.save_pretrained(folder / "model")
+    settings["processor_class"] = theirs.CLASSES[kind]
+    (folder / "model" / "processor_config.json").write_text(json.dumps(settings))
+    rows = []
+    for number, row in enumerate(WRITTEN["rows"]):
+        names = [f"{number}-{at}.jpg" for at in range(len(row["images"]))]
+        for name, size in zip(names, row["images"], strict=True):
+            Image.new("RGB", size, (200, 30, 30)).save(folder / name)
+        rows.append({**row, "images": names})
+    (folder / "mllm_demo.json").write_text(json.dumps(rows))
+    tags = {"role_tag": "role", "content_tag": "content"}
+    tags |= {"user_tag": "user", "assistant_tag": "assistant"}
+    columns = {"messages": "messages", "images": "images"}
+    entry = {"file_name": "mllm_demo.json", "formatting": "sharegpt"}
+    entry |= {"columns": columns, "tags": tags}
+    (folder / "dataset_info.json").write_text(json.dumps({"mllm_demo": entry}))
+    return folder
+
+
+def encoded(folder, kind, mode):
+    max_pixels, mask_history = theirs.MODES[mode]
+    values = {"model_name_or_path": str(folder / "model"), "template": theirs.TEMPLATES[kind]}
+    values |= {"dataset": "mllm_demo", "dataset_dir": str(folder), "do_train": True}
+    values |= {"output_dir": str(folder / "out"), "mask_history": mask_history, "stage": "sft"}
+    values |= {"cutoff_len": 2048, "image_max_pixels": max_pixels}
+    recipe = load_converted(convert_llamafactory(parse(json.dumps(values), "their.yaml"), (), {}))
+    codec = open_codec(recipe, folder / "model")
+    examples = list(training_examples(recipe.data))
+    return codec, [item for found in codec.encode_chats(examples) for item in found]
+
+
+def ids_of(row):
+    runs = (run if isinstance(run, list) else [run, 1] for run in row["input_ids"])
+    return [token for token, count in runs for _ in range(count)]
+
+
+def trained_texts(codec, item):
+    labels = item["labels"]
+    bounds = [i for i in range(1, len(labels)) if (labels[i] < 0) != (labels[i - 1] < 0)]
+    spans = zip([0, *bounds], [*bounds, len(labels)], strict=True)
+    texts = [codec.tokenizer.decode(labels[a:b]) for a, b in spans if labels[a] != IGNORE_INDEX]
+    return [text.rstrip("\n") for text in texts]
+
+
+@pytest.mark.parametrize("mode", theirs.MODES)
+def test_tokens_and_what_is_trained_are_theirs(kind, folder, mode):
+    codec, items = encoded(folder, kind, mode)
+    written = WRITTEN[kind][mode]
+    for item, row in zip(items[: len(written)], written, strict=True):
+        ids = ids_of(row)
+        learnt = [codec.tokenizer.decode(ids[a:b]).rstrip("\n") for a, b in row["trained"]]
+        assert list(item["input_ids"]) == ids
+        assert trained_texts(codec, item) == learnt
+        assert sum(seen.tokens for seen in seen_in(item)) == ids.count(
+            max(codec.media.processor.token_ids)
+        )
