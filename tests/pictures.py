@@ -150,7 +150,12 @@ def model(kind):
     """A random model of ``kind``; the same weights every time."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **CONFIGS[kind])
-    return AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").eval()
+    made = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").eval()
+    with torch.no_grad():
+        for weight in made.parameters():  # a projection that starts at 0 would hide all pictures
+            if weight.ndim > 1 and not weight.any():
+                weight.normal_(std=0.02)
+    return made
 
 
 def save_model(folder, kind):

@@ -79,7 +79,9 @@ def test_a_batch_has_the_values_and_gradients_of_its_documents_alone(kind, prepa
     found = gradients(model)
     assert found.keys() == expected_gradients.keys()
     for name, gradient in found.items():
-        bound = 1e-5 * expected_gradients[name].abs().max() + 1e-9
+        # softmax does not see a bias of keys: its gradient is rounding, of the size of its weight's
+        of = name.replace("k_proj.bias", "k_proj.weight")
+        bound = 1e-5 * expected_gradients[of].abs().max() + 1e-9
         assert (gradient - expected_gradients[name]).abs().max() <= bound, name
 
 

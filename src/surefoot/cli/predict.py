@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -45,6 +45,12 @@ TRUNCATED: dict[FinishReason, str] = {  # why a response is incomplete
 )
 @click.option("--system", help="A system message for prompts without one.")
 @thinking_option
+@click.option(
+    "--media-folder",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="The folder of the pictures of prompts. Unset: data.media.folder of the model's run, or "
+    "the folder of PROMPTS.",
+)
 @click.option("--seed", type=int, default=42, show_default=True, help="Seed of sampling.")
 @click.option("--force", is_flag=True, help="Replace OUTPUT if it exists.")
 def predict(
@@ -54,9 +60,8 @@ def predict(
     prompts: Path,
     output: Path,
     system: str | None,
-    thinking: bool | None,
-    seed: int,
     force: bool,
+    **options: Any,
 ) -> None:
     """Generate a response to each prompt of a file.
 
@@ -88,11 +93,13 @@ def predict(
     section = recipe.data if recipe else None
     if not is_reward_model(Path(prediction.model.path)):
         prompt_rows = [prompt.with_system(system) for prompt in read_prompts(prompts, section)]
-        _answer(
-            prediction, path, overrides, prompt_rows, (output, force), seed=seed, thinks=thinking
+        options["thinks"] = options.pop("thinking")
+        options["media_folder"] = (
+            options["media_folder"] or (section and section.media.folder) or prompts.parent
         )
+        _answer(prediction, path, overrides, prompt_rows, (output, force), options)
         return
-    if thinking is not None:
+    if options["thinking"] is not None:
         raise RecipeError("--thinking: has no effect on rewards")
     if system is not None:
         raise RecipeError("--system: has no effect on rewards; put it into the rows")
@@ -105,9 +112,7 @@ def _answer(
     overrides: Sequence[str],
     prompts: Sequence[Prompt],
     place: tuple[Path, bool],
-    *,
-    seed: int,
-    thinks: bool | None,
+    options: Mapping[str, Any],
 ) -> None:
     """Write the responses to all prompts."""
     from ..data.text.prompts import write_answers
@@ -128,7 +133,7 @@ def _answer(
             prompts,
             world,
             output=output,
-            options=AnswerOptions(seed, thinks),
+            options=AnswerOptions(**options),
             progress=partial(progress, is_shown=world.is_main),
         )
         if world.is_main:

@@ -7,7 +7,7 @@ recurrent model. Tokens are chosen as in slots: transformers only computes the l
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, cast
 
@@ -37,11 +37,13 @@ def run(
     batch_size: int,
     on_token: OnToken | None = None,
 ) -> Iterator[Finished]:
-    """The samples of ``requests``, one batch after another."""
+    """The samples of ``requests``, one batch after another; with pictures, ``batch_size`` is 1."""
     device, stops = inner_model(model).device, sorted(chooser.stops)
     is_alone = batch_size == 1 or len(requests) == 1 or not _has_independent_rows(model)
     for batch in _batches(requests, 1 if is_alone else batch_size):
         rows = [chooser.opened(request) for request in batch]
+        pictures, prompt = batch[0].pictures, batch[0].prompt
+        media = {} if pictures is None else _placed(model, pictures.inputs(prompt))
         _generate(
             model,
             torch.tensor([request.prompt for request in batch], device=device),
@@ -50,6 +52,7 @@ def run(
             pad_token_id=stops[0] if stops else 0,  # unused, after a response
             logits_processor=LogitsProcessorList([_Chosen(chooser, rows, on_token)]),
             stopping_criteria=StoppingCriteriaList([_Ended(rows)]),
+            **media,
         )
         yield from ((row.request, row.sample) for row in rows)
 
@@ -63,6 +66,15 @@ def _batches(requests: Sequence[Request], size: int) -> Iterator[list[Request]]:
     for _, group in groupby(sorted(requests, key=shape), shape):
         alike = list(group)
         yield from (alike[start : start + size] for start in range(0, len(alike), size))
+
+
+def _placed(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Inputs on the model's device; pixels in its dtype, too."""
+    inner = inner_model(model)
+    return {
+        name: value.to(inner.device, inner.dtype if value.is_floating_point() else None)
+        for name, value in inputs.items()
+    }
 
 
 class _Chosen(LogitsProcessor):  # type: ignore[misc]

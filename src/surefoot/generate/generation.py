@@ -181,7 +181,13 @@ def _finished(
     longest = max((len(request.prompt) + request.most for request in requests), default=0)
     is_alone = must_be_alone(model, longest)
     # also where there is nothing to do: ranks may run the model in step
-    driver = driver_of(model, longest) if requests and not is_alone else None
+    has_text = any(request.pictures is None for request in requests)
+    driver = driver_of(model, longest) if has_text and not is_alone else None
+    # Slots know one position a token; transformers knows those of each model, and reads pixels in
+    # the first pass only.
+    pictured = [request for request in todo if request.pictures is not None]
+    todo = [request for request in todo if request.pictures is None]
+    yield from in_batches.run(model, pictured, chooser, batch_size=1, on_token=on_token)
     if not todo:
         return
     size = 1 if is_alone else chooser.section.batch_size

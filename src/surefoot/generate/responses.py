@@ -13,7 +13,7 @@ Shapes: B rows, V vocabulary.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -32,6 +32,36 @@ from .section import FinishReason, GenerateSection, Ids, Sample
 _BLOCK = 128  # numbers that are drawn at once
 
 
+class Pictures(Protocol):
+    """The pictures of a prompt."""
+
+    @property
+    def key(self) -> str:
+        """Equal for equal pictures."""
+
+    def inputs(self, ids: Ids) -> Mapping[str, torch.Tensor]:
+        """What a model gets beside ``ids``, which begin with the prompt."""
+
+
+class PicturePrompt(tuple[int, ...]):
+    """The ids of a prompt with placeholders of pictures. Whatever copies its ids has to keep its
+    pictures; without them, a model would answer from the text alone."""
+
+    pictures: Pictures
+
+    @classmethod
+    def of(cls, ids: Ids, pictures: Pictures) -> PicturePrompt:
+        """The ids with their pictures."""
+        prompt = cls(ids)
+        prompt.pictures = pictures
+        return prompt
+
+
+def pictures_of(prompt: Ids) -> Pictures | None:
+    """The pictures of a prompt, if it has any."""
+    return prompt.pictures if isinstance(prompt, PicturePrompt) else None
+
+
 @dataclass(frozen=True)
 class Request:
     """A prompt to be answered once."""
@@ -42,6 +72,7 @@ class Request:
     out_of_tokens: FinishReason  # why it ends there
     entropy: tuple[int, ...]  # the seed of its numbers
     adapter: str | None = None  # of those that rows of one pass may have; None: the base alone
+    pictures: Pictures | None = None  # whose placeholders the prompt has
 
 
 @dataclass(frozen=True)
@@ -73,18 +104,20 @@ def requests_of(
     calls draw the same numbers."""
     first = np.random.SeedSequence().entropy if seed is None else seed
     assert isinstance(first, int)
-    counts, requests = dict[tuple[int, ...], int](), []
+    counts, requests = dict[tuple[tuple[int, ...], str], int](), []
     for index, (prompt, limit) in enumerate(zip(prompts, allowed, strict=True)):
-        ids = tuple(prompt)
-        counts[ids] = number = counts.get(ids, -1) + 1
-        entropy = (abs(first), int(first < 0), number, _hash(ids))
+        ids, pictures = tuple(prompt), pictures_of(prompt)
+        key = (ids, "" if pictures is None else pictures.key)
+        counts[key] = number = counts.get(key, -1) + 1
+        entropy = (abs(first), int(first < 0), number, _hash(ids, key[1]))
         reason: FinishReason = "length" if limit == max_new_tokens else "context"
-        requests.append(Request(index, ids, limit, reason, entropy))
+        requests.append(Request(index, ids, limit, reason, entropy, pictures=pictures))
     return requests
 
 
-def _hash(ids: Ids) -> int:
-    digest = hashlib.blake2b(np.asarray(ids, np.int64).tobytes(), digest_size=16)
+def _hash(ids: Ids, pictures: str) -> int:
+    data = np.asarray(ids, np.int64).tobytes() + pictures.encode()
+    digest = hashlib.blake2b(data, digest_size=16)
     return int.from_bytes(digest.digest(), "little")
 
 

@@ -73,11 +73,13 @@ def use_packed(model: PreTrainedModel, longest: int = 0, probes: Sequence[Probe]
 
 
 @contextmanager
-def packed_meanwhile(model: PreTrainedModel, longest: int = 0) -> Iterator[bool]:
+def packed_meanwhile(
+    model: PreTrainedModel, longest: int = 0, probes: Sequence[Probe] = ()
+) -> Iterator[bool]:
     """``use_packed``, undone afterwards."""
     before = model.config._attn_implementation
     try:
-        yield use_packed(model, longest)
+        yield use_packed(model, longest, probes)
     finally:
         set_attention(model, before)
         attend_by_mask(model, is_on=False)

@@ -102,25 +102,33 @@ def open_codec(recipe: Recipe, base: Path) -> Codec:
     section = settled(recipe, base).data
     if not recipe.stage.reads_pictures:
         return Codec(tokenizer, template, section, None, "only stage: sft reads them")
+    cache = recipe.data.cache_dir or default_folder()
     try:
-        return Codec(tokenizer, template, section, media_of(recipe, base, tokenizer))
+        media = media_of(recipe.model, recipe.data, base, tokenizer, cache)
     except ModelError as error:  # rows of text need no processor
         return Codec(tokenizer, template, section, None, str(error))
+    return Codec(tokenizer, template, section, media)
 
 
-def media_of(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBase) -> BatchMedia | None:
-    """How the model in ``base`` reads pictures; None if it reads text alone. Raises ``ModelError``:
-    its processor cannot be opened."""
-    processor = open_processor(base, tokenizer, trust_remote_code=recipe.model.trust_remote_code)
+def media_of(
+    section: ModelSection,
+    data: DataSection,
+    base: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    cache: Path | None = None,
+) -> BatchMedia | None:
+    """How the model in ``base`` reads pictures; None if it reads text alone. Those that rows
+    contain themselves are kept in ``cache``, or else in memory. Raises ``ModelError``: its
+    processor cannot be opened."""
+    processor = open_processor(base, tokenizer, trust_remote_code=section.trust_remote_code)
     if processor is None:
         return None
     with torch.device("meta"):  # its code is asked, and none of its values
-        model = from_config(base, recipe.model)
+        model = from_config(base, section)
     names = frozenset(inspect.signature(model.forward).parameters)
     rope_index = getattr(getattr(model, "model", None), "get_rope_index", None)
-    data = recipe.data
-    folder, cache = data.media.folder or data.dataset_dir, data.cache_dir or default_folder()
-    files = MediaFiles(data.media, folder, cache / "media")
+    folder = data.media.folder or data.dataset_dir
+    files = MediaFiles(data.media, folder, None if cache is None else cache / "media")
     return BatchMedia(processor, files, ModelInputs(names, rope_index))
 
 

@@ -236,7 +236,12 @@ def probes_of(recipe: Recipe, codec: Codec, data: AnyData) -> Sequence[Probe]:
         raise RecipeError(
             "parallel.sequence_parallel: rows with pictures are not divided among ranks; remove it"
         )
-    if not recipe.data.packing:
+    return picture_probes(recipe, codec)
+
+
+def picture_probes(recipe: Recipe, codec: Codec) -> Sequence[Probe]:
+    """Documents with pictures, for the check of packed rows, if there are any."""
+    if codec.media is None or not recipe.data.packing:
         return ()
     packed, items = collation_of(recipe, codec), codec.picture_probe()
     padded = replace(packed, packing=False)

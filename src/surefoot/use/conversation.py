@@ -15,7 +15,7 @@ from ..data.rows.formats.fields import tools
 from ..data.text.templates import with_arguments
 from ..data.text.tool_calls import parse_tool_calls, syntax_of
 from ..errors import DataError, RecipeError, RunError, SurefootError, TemplateError
-from ..generate.generation import FinishReason, Sample, context_length, room, stream
+from ..generate.generation import FinishReason, Ids, Sample, context_length, room, stream
 from ..generate.responses import TextStream, decoder
 from ..generate.section import GenerateSection, with_options
 from .model_loading import LoadedModel, refuse_reward_model
@@ -132,7 +132,7 @@ class Conversation:
             self.messages += before
             raise
 
-    def _ids(self, message: Message) -> list[int]:
+    def _ids(self, message: Message) -> Ids:
         if not self.has_template:
             ids = self.opened.continuation(message.content)
             if not ids:
@@ -158,9 +158,7 @@ class Conversation:
         call = self.messages[-1].tool_calls[0]
         return Message(role, text, fields={"tool_call_id": call.get("id"), "name": call["name"]})
 
-    def _answer(
-        self, ids: list[int], left: int | None, on_text: Callable[[str], None] | None
-    ) -> Answer:
+    def _answer(self, ids: Ids, left: int | None, on_text: Callable[[str], None] | None) -> Answer:
         pieces: list[str] = []
 
         def show(piece: str) -> None:

@@ -12,8 +12,9 @@ from typing import Literal
 
 import numpy as np
 
-from ..batch import Features
+from ..batch import Features, Probe
 from ..data.example import Dropped, Example, Truncated
+from ..data.media.batch_media import has_pictures
 from ..data.rows.catalog import Catalog
 from ..data.rows.rows import read_rows
 from ..data.section import DataSection
@@ -31,7 +32,7 @@ from ..parallel.section import ParallelSection
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import encoding_of, fitted, open_codec
-from ..run.contexts import build_evaluation, columns_of, context_of, eval_set
+from ..run.contexts import build_evaluation, columns_of, context_of, eval_set, picture_probes
 from ..run.models import heads_of, refuse_other_tokens
 from ..training.evaluation import EvaluationSet
 from ..training.precompute import (
@@ -59,7 +60,10 @@ def adopt(opened: LoadedModel, recipe: Recipe) -> LoadedModel:
         template = None
     elif template is None:
         template = section_template(recipe.data, opened.tokenizer)
-    return replace(opened, recipe=recipe, template=template)
+    adopted = replace(opened, recipe=recipe, template=template)
+    if recipe.stage.reads_pictures:
+        return adopted
+    return replace(adopted, media=None, why_text="only stage: sft reads them")
 
 
 def measure(
@@ -80,7 +84,8 @@ def measure(
         items = _with_columns(items, columns)
     encoded_length = max(len(item["input_ids"]) for item in items)
     longest = longest_row(recipe.stage, encoded_length, recipe.data.longest)
-    with ready_to_measure(opened, recipe, longest) as network:
+    probes = picture_probes(recipe, opened.codec) if has_pictures(items) else ()
+    with ready_to_measure(opened, recipe, longest, probes) as network:
         # ranks that share a network run in step, so each computes all batches
         networks = {POLICY: network.compared_with(others) if others else network, **others}
         evaluation = build_evaluation(recipe, opened.codec, networks, ALONE)
@@ -108,12 +113,16 @@ def encoded(stage: Stage, examples: Sequence[Example], codec: Codec) -> list[Fea
 
 
 @contextmanager
-def ready_to_measure(opened: LoadedModel, recipe: Recipe, longest: int = 0) -> Iterator[Network]:
+def ready_to_measure(
+    opened: LoadedModel, recipe: Recipe, longest: int = 0, probes: Sequence[Probe] = ()
+) -> Iterator[Network]:
     """While it lasts, the network of ``opened`` has the recipe's precision, and attention for rows
-    of documents of up to ``longest`` tokens."""
+    of documents of up to ``longest`` tokens, and of pictures as in ``probes``."""
     inner, device = opened.inner, opened.device
     with ExitStack() as stack:
-        is_proven = recipe.data.packing and stack.enter_context(packed_meanwhile(inner, longest))
+        is_proven = recipe.data.packing and stack.enter_context(
+            packed_meanwhile(inner, longest, probes)
+        )
         stack.enter_context(autocast(choose(recipe.train.precision), device))
         yield replace(opened.network, sharing=PromptSharing(is_proven))
 
@@ -192,7 +201,7 @@ def _networks(
                 other = replace(recipe, model=model)
                 start = open_start(other, world=world, parallel=parallel, heads=heads)
                 refuse_other_tokens(recipe, role, start.tokenizer, codec)
-                ready = ready_to_measure(start, recipe, longest)
+                ready = ready_to_measure(start, recipe, longest, picture_probes(recipe, codec))
                 opened[model] = stack.enter_context(ready)
         yield {role: opened[model] for role, model in roles.items()}
 

@@ -16,11 +16,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoint.layouts.detection import is_sequence_classification
 from ..data.example import JSON, Message
+from ..data.media.batch_media import BatchMedia, PromptPictures
+from ..data.media.files import Seen
 from ..data.section import without_datasets
 from ..data.text.codec import Codec
 from ..data.text.templates import Template, load_template, saved_source
 from ..errors import DamagedFileError, ModelError, RecipeError
-from ..generate.section import GenerateSection
+from ..generate.responses import PicturePrompt
+from ..generate.section import GenerateSection, Ids
 from ..model import base_identity
 from ..model.config import extension_of
 from ..model.loading import resolve
@@ -33,7 +36,7 @@ from ..network.open import open_network
 from ..parallel.section import ParallelSection
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
-from ..recipe.recipe_data import find_base, open_codec
+from ..recipe.recipe_data import find_base, media_of, open_codec
 from ..recipe.run_recipe import NONE_DAMAGED, Damaged
 from ..run.resolving import resolved
 from ..storage.weight_files import is_adapter
@@ -54,6 +57,8 @@ class LoadedModel:
     recipe: Recipe | None = None  # of the run that made it
     folder: Path | None = None  # of the weights, of the adapter if it has one
     folders: tuple[Path, ...] = ()  # of all weights
+    media: BatchMedia | None = None  # how it reads pictures; None: it reads text alone ...
+    why_text: str = "this model reads text alone"  # ... for this reason
 
     @property
     def model(self) -> nn.Module:
@@ -69,7 +74,7 @@ class LoadedModel:
     def codec(self) -> Codec:
         """Messages to ids as in training, with the recipe's default system message."""
         section = self.recipe.data if self.recipe else without_datasets()
-        return Codec(self.tokenizer, self.template, section)
+        return Codec(self.tokenizer, self.template, section, self.media, self.why_text)
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -91,9 +96,24 @@ class LoadedModel:
         messages: Sequence[Message],
         tools: Sequence[JSON] = (),
         template_arguments: JSON = MappingProxyType({}),
-    ) -> list[int]:
-        """The ids of a conversation up to the beginning of the next response."""
-        return self.codec.given(template_arguments).encode_prompt(messages, tools)
+    ) -> Ids:
+        """The ids of a conversation up to the beginning of the next response, with its pictures.
+        Raises ``DataError``: one of these cannot be read."""
+        codec = self.codec.given(template_arguments)
+        return self.with_pictures(*codec.encode_with_pictures(messages, tools))
+
+    def with_pictures(self, ids: Ids, pictures: Sequence[Seen]) -> Ids:
+        """The ids of a prompt, with the pictures that they have placeholders of."""
+        if not pictures or self.media is None:
+            return ids
+        return PicturePrompt.of(ids, PromptPictures(self.media, pictures))
+
+    def reading_from(self, folder: Path | None) -> LoadedModel:
+        """The same with pictures in ``folder``, if it is given, or where its recipe says."""
+        if self.media is None or folder is None:
+            return self
+        files = replace(self.media.files, folder=folder, setting="--media-folder")
+        return replace(self, media=replace(self.media, files=files))
 
     def continuation(self, text: str) -> list[int]:
         """The ids of plain text to continue, after the tokenizer's prefix tokens."""
@@ -177,7 +197,13 @@ def _opened(
         section = replace(settings, path=str(parts.model))
         tokenizer, template = _tokens_of(parts, trust_remote_code=section.trust_remote_code)
         network = _open(parts, section, tokenizer, world, parallel, heads)
-        return LoadedModel(network, tokenizer, template, parts.recipe, parts.folder, parts.all)
+        opened = LoadedModel(network, tokenizer, template, parts.recipe, parts.folder, parts.all)
+        data = parts.recipe.data if parts.recipe else without_datasets()
+        try:
+            media = None if parts.is_reward else media_of(section, data, parts.model, tokenizer)
+        except ModelError as error:  # text needs no processor
+            return replace(opened, why_text=str(error))
+        return replace(opened, media=media)
 
     return with_valid(find, load)
 
@@ -202,7 +228,8 @@ def open_start(
     parts = ModelFolders(folder, recipe.model.adapter, folder, recipe)
     network = _open(parts, recipe.model, codec.tokenizer, world, parallel, heads)
     template = codec.template if recipe.stage.uses_template else None
-    return LoadedModel(network, codec.tokenizer, template, recipe, parts.folder, parts.all)
+    opened = LoadedModel(network, codec.tokenizer, template, recipe, parts.folder, parts.all)
+    return replace(opened, media=codec.media, why_text=codec.why_text)
 
 
 def _open(

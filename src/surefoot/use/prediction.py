@@ -26,7 +26,7 @@ from ..data.text.prompts import Prompt
 from ..data.text.ranking import answered, up_to_last_label
 from ..errors import DataError, ModelError, RunError, TemplateError, counted
 from ..generate.generation import Ids, Sample, context_length, room
-from ..generate.responses import Decode, decoder
+from ..generate.responses import Decode, decoder, pictures_of
 from ..generate.section import GenerateSection
 from ..model.loading import device
 from ..parallel.world import World
@@ -46,6 +46,7 @@ class AnswerOptions:
 
     seed: int = 42
     thinks: bool | None = None  # switches the thinking of the template; None changes nothing
+    media_folder: Path | None = None  # of the pictures of prompts; None: as the recipe says
 
 
 DEFAULTS = AnswerOptions()
@@ -67,7 +68,7 @@ def answer_prompts(
     Answers are stored beside ``output`` as they are made. Raises as ``open_model`` and ``predict``
     do."""
     opened = open_model(**asdict(prediction.model), world=world, parallel=prediction.parallel)
-    opened = with_thinking(opened, options.thinks)
+    opened = with_thinking(opened, options.thinks).reading_from(options.media_folder)
     section = load(path, overrides, generate=opened.generate).generate
     with progress("answers", len(prompts)) as advance:
         seed = options.seed
@@ -120,16 +121,20 @@ def predict(
     ]
 
 
-def _ids(opened: LoadedModel, prompt: Prompt) -> list[int]:
+def _ids(opened: LoadedModel, prompt: Prompt) -> Ids:
     if opened.template is not None:
         try:
             return opened.prompt(prompt.messages, prompt.tools, prompt.template_arguments)
-        except TemplateError as error:
-            raise TemplateError(f"{prompt.origin}: {error}") from None
-    if [message.role for message in prompt.messages] != ["user"] or prompt.tools:
+        except (TemplateError, DataError) as error:
+            raise type(error)(f"{prompt.origin}: {error}") from None
+    if (
+        prompt.messages[0].media
+        or [message.role for message in prompt.messages] != ["user"]
+        or prompt.tools
+    ):
         raise TemplateError(
             f"{prompt.origin}: this model has no chat template, so it supports plain texts "
-            "only, without a system message"
+            "only, without a system message or a picture"
         )
     return opened.continuation(prompt.messages[0].content)
 
@@ -418,7 +423,9 @@ def open_journal(
     output: Output, opened: LoadedModel, prompts: Sequence[Ids], section: GenerateSection, seed: int
 ) -> KeyedResults[Sample]:
     """The responses of this rank's replica to ``prompts``; as ``open_results``."""
-    request = [list(prompts), asdict(section), seed]
+    request: list[object] = [list(map(list, prompts)), asdict(section), seed]
+    if any(pictures := [each and each.key for each in map(pictures_of, prompts)]):
+        request.append(pictures)
     journal = open_results(output, opened, request, ("answer", "to other prompts"))
     return samples_in(journal, [str(i) for i in range(len(prompts))], decoder(opened.tokenizer))
 

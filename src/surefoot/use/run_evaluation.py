@@ -16,10 +16,10 @@ import numpy as np
 from ..batch import IGNORE_INDEX, Features
 from ..checkpoint.disk.commit import named
 from ..data.example import Dropped, Example, Truncated
-from ..data.text.codec import Codec
+from ..data.media.files import seen_in
 from ..data.text.ranking import answered
 from ..errors import CheckpointError, RunError, counted
-from ..generate.generation import Sample, room
+from ..generate.generation import Ids, Sample, room
 from ..generate.responses import Decode, decoder
 from ..model.numerics import autocast, choose
 from ..network.network import Network
@@ -253,7 +253,7 @@ class Generation:
 @dataclass(frozen=True)
 class _Question:
     origin: str
-    prompt: list[int]
+    prompt: Ids
     reference: list[int]
 
 
@@ -302,8 +302,16 @@ def generations(
             store=store,
         )
     read = decoder(opened.tokenizer, hides_special=hides_special)
+
+    def shown(ids: Ids) -> Ids:
+        """With one placeholder for each picture, not for each of its tokens."""
+        media = opened.media.processor.token_ids if opened.media else frozenset()
+        return [i for before, i in pairwise([-1, *ids]) if i not in media or i != before]
+
     return [
-        Generation(q.origin, decode(q.prompt), read(q.reference), _text(sample, decode, read))
+        Generation(
+            q.origin, decode(shown(q.prompt)), read(q.reference), _text(sample, decode, read)
+        )
         for q, sample in zip(questions, samples, strict=True)
     ]
 
@@ -326,7 +334,7 @@ def _questions(opened: LoadedModel, recipe: Recipe, examples: Sequence[Example])
         cutoff_len=UNCUT,
         on_too_long="truncate",
     )
-    codec = Codec(opened.tokenizer, opened.template, section)
+    codec = opened.codec.with_section(section)
     stops = frozenset(opened.stop_token_ids)
     questions = []
     examples = [answered(e, e.chosen) if e.chosen else e for e in examples if e.label is not False]
@@ -335,7 +343,8 @@ def _questions(opened: LoadedModel, recipe: Recipe, examples: Sequence[Example])
             ids, labels = (list(outcome[-1][name]) for name in ("input_ids", "labels"))
             start, end = _last_span(labels)
             last = next((i for i in range(start, end) if ids[i] in stops), end)
-            questions.append(_Question(example.origin, ids[:start], ids[start:last]))
+            prompt = opened.with_pictures(ids[:start], seen_in(outcome[-1]))
+            questions.append(_Question(example.origin, prompt, ids[start:last]))
     return questions
 
 

@@ -6,7 +6,7 @@ Pixels are read here, when a micro-batch is made, and never kept: those of a win
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -57,17 +57,26 @@ class BatchMedia:
         if not any(rows):
             return batch
         is_packed = batch.cu_seqlens is not None
-        pixels = [[self.files.decode(seen) for seen in row] for row in rows]
-        given = [[one for row in pixels for one in row]] if is_packed else pixels
-        tensors = self.processor.tensors(given)
-        media = {name: value for name, value in tensors.items() if name in self.model.names}
-        token_ids = torch.tensor(sorted(self.processor.token_ids))
-        kinds = torch.isin(batch.input_ids, token_ids).long()
-        media |= {name: kinds for name in _KINDS if name in self.model.names}
+        given = [[seen for row in rows for seen in row]] if is_packed else rows
+        media = self.inputs(batch.input_ids, given)
         if self.model.rope_index is None:
             return replace(batch, media=media)
-        axes = self._axes(batch, features, rows, tensors.get(_GRID), kinds)
+        axes = self._axes(batch, features, rows, media.get(_GRID), self._kinds(batch.input_ids))
         return replace(batch, media=media, axes=axes)
+
+    def inputs(
+        self, ids_BT: torch.Tensor, rows: Sequence[Sequence[Seen]]
+    ) -> dict[str, torch.Tensor]:
+        """What the model gets beside tokens for the pictures in ``rows``; it may compute positions
+        of several axes from it itself."""
+        names = self.model.names
+        tensors = self.processor.tensors([list(map(self.files.decode, row)) for row in rows])
+        media = {name: value for name, value in tensors.items() if name in names}
+        return media | {name: self._kinds(ids_BT) for name in _KINDS if name in names}
+
+    def _kinds(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        """[B, T] 1 at the tokens of pictures."""
+        return torch.isin(ids_BT, torch.tensor(sorted(self.processor.token_ids))).long()
 
     def _axes(
         self,
@@ -97,6 +106,23 @@ class BatchMedia:
             start, first = start + length, first + len(row)
         axes = torch.cat(documents, dim=-1 if is_packed else 1)
         return torch.cat([batch.position_ids[None].to(axes), axes])
+
+
+@dataclass(frozen=True)
+class PromptPictures:
+    """The pictures of one prompt. Their pixels are read when the prompt is answered."""
+
+    media: BatchMedia
+    pictures: Sequence[Seen]
+
+    @property
+    def key(self) -> str:
+        """Equal for equal pictures."""
+        return " ".join(f"{each.digest}:{each.width}x{each.height}" for each in self.pictures)
+
+    def inputs(self, ids: Sequence[int]) -> Mapping[str, torch.Tensor]:
+        """What the model gets beside ``ids``, which begin with the prompt."""
+        return self.media.inputs(torch.tensor([list(ids)]), [self.pictures])
 
 
 def has_pictures(features: Sequence[Features]) -> bool:

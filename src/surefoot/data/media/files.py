@@ -8,6 +8,7 @@ an error, and not another picture.
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ Size = tuple[int, int]  # width and height in pixels
 COLUMN = "media"  # of encoded items: the pictures of each, as JSON
 NOISE = "noise:"  # in place of a path: a picture of noise, for checks: seed, width, height
 KEPT = "kept:"  # in place of a path: a file of the cache, by its digest; the row had its bytes
+_INLINE = "inline:"  # in place of a path: the file itself, where no cache is
 _MAX_BYTES = 1 << 28
 _ORIENTATION, _QUARTER_TURNED = 0x0112, 5  # of EXIF: from this value on, width is height
 
@@ -42,6 +44,12 @@ class Seen(NamedTuple):
     width: int  # as the model sees it: turned, and not larger than ``data.media.max_pixels``
     height: int
     tokens: int  # of the row, that it takes the place of
+
+    @property
+    def name(self) -> str:
+        """The name of its file, for people."""
+        is_inline = self.path.startswith(_INLINE)
+        return self.digest if is_inline else self.path.removeprefix(KEPT)
 
 
 def seen_in(item: Features) -> list[Seen]:
@@ -62,7 +70,8 @@ class MediaFiles:
 
     section: MediaSection
     folder: Path  # of paths in rows
-    cache: Path  # of pictures that rows contain themselves
+    cache: Path | None  # of pictures that rows contain themselves; None: they stay in memory
+    setting: str = "data.media.folder"  # that names the folder, for people
 
     def look(self, source: str | bytes) -> Seen:
         """A picture of a row, by its header; its tokens are not known here. Raises ``DataError``:
@@ -99,14 +108,15 @@ class MediaFiles:
                 rgb = ImageOps.exif_transpose(image).convert("RGB")
         except (DataError, OSError, SyntaxError, ValueError) as error:
             cure = "restore the file, or encode again, in another data.cache_dir"
-            name = seen.path.removeprefix(KEPT)
-            raise DataError(f"picture {name}: {first_line(error)}; {cure}") from None
+            raise DataError(f"picture {seen.name}: {first_line(error)}; {cure}") from None
         size = (seen.width, seen.height)
         return rgb if rgb.size == size else rgb.resize(size)
 
     def _read(self, path: str) -> bytes:
         """The bytes of a file inside the folder."""
-        if path.startswith(KEPT):
+        if self.cache is None and path.startswith(_INLINE):
+            return base64.b64decode(path.removeprefix(_INLINE))
+        if self.cache is not None and path.startswith(KEPT):
             folder, name = self.cache, path.removeprefix(KEPT)
         elif "://" in path or path.startswith("data:"):
             raise DataError("it is a URL, and none is fetched; download it first")
@@ -117,24 +127,25 @@ class MediaFiles:
                     name = str(Path(path).relative_to(folder.absolute()))
                 except ValueError:
                     raise DataError(
-                        "it is outside of data.media.folder; name the folder that it is in there"
+                        f"it is outside of {self.setting}; name the folder that it is in there"
                     ) from None
         try:
             return files.read_inside(folder, name, _MAX_BYTES)
         except FileNotFoundError:
             raise DataError(
-                "no such file; its path is relative to data.media.folder, which is "
-                "data.dataset_dir unless it is set"
+                f"no such file; its path is relative to {self.setting}, which is {folder}"
             ) from None
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise DataError(
-                f"it is not read: {reason}; it must be a file inside data.media.folder, "
+                f"it is not read: {reason}; it must be a file inside {self.setting}, "
                 "reached through no link"
             ) from None
 
     def _kept(self, data: bytes) -> str:
-        """The place of a picture that a row contains, written to the cache."""
+        """The place of a picture that a row contains, written to the cache if there is one."""
+        if self.cache is None:
+            return _INLINE + base64.b64encode(data).decode()
         name = xxhash.xxh3_128_hexdigest(data)
         path = self.cache / name
         if not files.exists(path):

@@ -100,7 +100,7 @@ class Codec:
         self.tokenizer = tokenizer
         self.section = section
         self.media = media
-        self._why_text = why_text
+        self.why_text = why_text
         self._template = template
         self._of_arguments: dict[str, Codec] = {}  # see ``given``
         self._lock = Lock()  # what is Python; a template renders for one thread at a time only
@@ -133,11 +133,28 @@ class Codec:
         ]
 
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[JSON] = ()) -> list[int]:
-        """Ids up to the beginning of the next response, as ``apply_chat_template`` gives them."""
-        dicts, schemas, marked = self._protected(self._with_system(messages), tools)
+        """Ids up to the beginning of the next response, as ``apply_chat_template`` gives them.
+        Raises ``DataError``: there are pictures, of which ids alone say nothing."""
+        if any(message.media for message in messages):
+            raise DataError("the conversation has pictures, and only its text would be read here")
+        return self.encode_with_pictures(messages, tools)[0]
+
+    def encode_with_pictures(
+        self, messages: Sequence[Message], tools: Sequence[JSON] = ()
+    ) -> tuple[list[int], Sequence[Seen]]:
+        """The same, and the pictures that the ids have the placeholders of. Raises ``DataError``:
+        the model reads none, or one of them is missing or damaged."""
+        messages = self._with_system(messages)
+        sources = [source for message in messages for source in message.media if source]
+        if sources and self.media is None:
+            raise DataError(f"the conversation has pictures, and {self.why_text}")
+        dicts, schemas, marked = self._protected(messages, tools)
         text = self._renderer.render(dicts, schemas, prompt=True)
         check_tools(schemas, text)
-        return self._chat.encode([RenderedText(text, marked)])[0].ids
+        rendered = RenderedConversation(RenderedText(text, marked), (), (), sources)
+        if self.media is not None:
+            rendered = self._placed(rendered, [self._looked_at(source) for source in sources])
+        return self._chat.encode([rendered.text])[0].ids, rendered.pictures
 
     def encode_turn(self, message: Message) -> NextTurn:
         """The ids after the end token of any response, with the ``message`` that answers it, up to
@@ -188,6 +205,8 @@ class Codec:
             except TemplateError as error:
                 encoded.append(Dropped(str(error)))
                 continue
+            except DataError as error:
+                raise DataError(f"{example.origin}: {error}") from None
             is_long = len(ids) >= self.section.longest
             items = [{"input_ids": ids, "labels": [IGNORE_INDEX] * len(ids)}]
             encoded.append(NO_ROOM if is_long or not ids else items)
@@ -195,7 +214,7 @@ class Codec:
 
     def with_section(self, section: DataSection) -> Codec:
         """The same tokenizer and template with other settings."""
-        codec = Codec(self.tokenizer, self._template, section, self.media, self._why_text)
+        codec = Codec(self.tokenizer, self._template, section, self.media, self.why_text)
         shared = ("_renderer", "_locator", "_chat", "_documents", "_lock")
         vars(codec).update({name: vars(self)[name] for name in shared if name in vars(self)})
         return codec
@@ -378,7 +397,7 @@ class Codec:
         sources = [source for message in messages for source in message.media if source]
         if sources and self.media is None:
             raise DataError(
-                f"{example.origin}: the row has pictures, and {self._why_text}; leave such rows "
+                f"{example.origin}: the row has pictures, and {self.why_text}; leave such rows "
                 'out, or add "columns": {"images": null} to the entry to train on the text without '
                 "them"
             )
@@ -404,15 +423,16 @@ class Codec:
             parts += [turn for turn in turns if turn.index in selected]
         return RenderedConversation(RenderedText(text, marked), turns, parts, sources)
 
-    def _looked_at(self, source: str | bytes, origin: str) -> Seen:
+    def _looked_at(self, source: str | bytes, origin: str = "") -> Seen:
         """A picture of a row. Raises ``DataError``, which stops the run: a file can be mended, and
         a row that was dropped for it would be missing from the cache for good."""
         assert self.media is not None
         try:
             return self.media.files.look(source)
         except DataError as error:
-            name = f"{source} " if isinstance(source, str) else ""
-            raise DataError(f"{origin}: picture {name}: {error}".replace(" : ", ": ")) from None
+            name = f" {source}" if isinstance(source, str) else ""
+            where = f"{origin}: " if origin else ""
+            raise DataError(f"{where}picture{name}: {error}") from None
 
     def _placed(
         self, rendered: RenderedConversation, pictures: Sequence[Seen]

@@ -4,6 +4,7 @@ every row that training reads.
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -173,9 +174,14 @@ def write_answers(
 def write_rows(path: Path, rows: Sequence[Mapping[str, object]], *, doing: str) -> None:
     """One JSON object a line; an old file is replaced. Raises ``RunError``, which begins with
     ``doing``."""
-    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    lines = [json.dumps(row, ensure_ascii=False, default=_as_text) for row in rows]
     with raising(RunError, doing):
         write_aside(path, ("\n".join(lines) + "\n").encode(errors="replace"))
+
+
+def _as_text(value: object) -> str:
+    """What JSON has no form for: the bytes of a picture, say, in a row of Parquet."""
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
 
 
 def _calls(answer: AnswerText) -> dict[str, object]:

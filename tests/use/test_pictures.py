@@ -1,0 +1,162 @@
+"""Answers to prompts with pictures are those of transformers' own ``generate``."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from click.testing import CliRunner
+from PIL import Image
+from transformers import AutoModelForImageTextToText, GenerationConfig
+
+import pictures
+from surefoot.cli.main import main
+from surefoot.data.text.prompts import read_prompts
+from surefoot.errors import DataError, RunError
+from surefoot.generate.section import GenerateSection
+from surefoot.use.evaluation import adopt, measure
+from surefoot.use.model_loading import open_model
+from surefoot.use.prediction import Output, predict
+from surefoot.use.run_evaluation import generations
+
+SETTINGS = GenerateSection(max_new_tokens=8, batch_size=3)
+
+
+@pytest.fixture(scope="module", params=pictures.KINDS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def base(kind, tmp_path_factory):
+    return pictures.save_model(tmp_path_factory.mktemp(kind) / "base", kind)
+
+
+@pytest.fixture
+def opened(base, tmp_path):
+    return open_model(base).reading_from(tmp_path)
+
+
+def asked(folder, rows):
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return read_prompts(folder / "rows.jsonl")
+
+
+def by_transformers(opened, base, folder, prompts, rows):
+    """What transformers generates of each prompt alone, from all that its processor gives, and the
+    log-probabilities of these tokens."""
+    model = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
+    model.generation_config = GenerationConfig()
+    processor, samples = opened.media.processor.processor, []
+    for prompt, row in zip(prompts, rows, strict=True):
+        images = [Image.open(folder / name) for name in row["images"]]
+        messages, _, _ = opened.codec._protected(prompt.messages, ())
+        text = opened.codec._renderer.render(messages, None, prompt=True)
+        given = processor(text=text, images=[images] if images else None, return_tensors="pt")
+        ends = {"eos_token_id": list(opened.stop_token_ids), "pad_token_id": 256}
+        told = {"max_new_tokens": 8, "output_logits": True, "return_dict_in_generate": True}
+        made = model.generate(**given, **ends, **told)
+        ids = made.sequences[0, given["input_ids"].shape[1] :]
+        logps = torch.cat(made.logits).log_softmax(-1).gather(1, ids[:, None])[:, 0]
+        samples.append((ids.tolist(), logps))
+    return samples
+
+
+def sampled(opened, prompts):
+    ids = [opened.prompt(prompt.messages) for prompt in prompts]
+    return opened.network.generate(ids, SETTINGS, seed=0, stop_token_ids=opened.stop_token_ids)
+
+
+def test_responses_are_those_of_transformers_alone_and_beside_others(kind, base, opened, tmp_path):
+    rows = pictures.rows(tmp_path)
+    prompts = asked(tmp_path, rows)
+    samples = sampled(opened, prompts)
+    expected = by_transformers(opened, base, tmp_path, prompts, rows)
+    assert [list(sample.ids) for sample in samples] == [ids for ids, _ in expected]
+    for sample, (_, logps) in zip(samples, expected, strict=True):
+        assert sample.logps == pytest.approx(logps.tolist(), abs=2e-6)
+    assert [sampled(opened, [prompt])[0].ids for prompt in prompts] == [s.ids for s in samples]
+    one = next(number for number, row in enumerate(rows) if len(row["images"]) == 1)
+    Image.new("RGB", (64, 64), "blue").save(tmp_path / rows[one]["images"][0])
+    (other,) = sampled(opened, prompts[one : one + 1])
+    assert other.logps != pytest.approx(samples[one].logps, abs=2e-5), "the picture is seen"
+
+
+only_gemma = pytest.mark.parametrize("kind", ["gemma3"], scope="module")
+
+
+@only_gemma
+def test_an_evaluation_measures_and_answers_rows_with_pictures(kind, base, opened, tmp_path):
+    rows = pictures.rows(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    recipe = pictures.recipe(tmp_path, base)
+    recipe = replace(recipe, generate=SETTINGS)
+    examples = [pictures.OpenAI().read(row) for row in rows]
+    opened = adopt(opened, recipe)
+    packed = measure(opened, recipe, examples)
+    padded = replace(recipe, data=replace(recipe.data, packing=False))
+    assert packed == pytest.approx(measure(adopt(opened, padded), padded, examples), rel=1e-5)
+    found = generations(opened, recipe, examples)
+    prompts = asked(tmp_path, rows)
+    assert [one.answer for one in found] == [a.text for a in predict(opened, prompts, SETTINGS)]
+    assert found[1].prompt.count("<image_soft_token>") == 1
+
+
+@only_gemma
+def test_responses_so_far_belong_to_the_pictures_that_were_seen(kind, opened, tmp_path):
+    rows = [{"prompt": "<image> what?", "images": [pictures.picture(tmp_path / "a.png")]}]
+    prompts = asked(tmp_path, rows)
+    output = Output(tmp_path / "answers.jsonl")
+    (first,) = predict(opened, prompts, SETTINGS, output=output)
+    assert predict(opened, prompts, SETTINGS, output=output) == [first]
+    Image.new("RGB", (64, 64), "blue").save(tmp_path / "a.png")
+    with pytest.raises(RunError, match="contains 1 answer to other prompts"):
+        predict(opened, prompts, SETTINGS, output=output)
+
+
+@only_gemma
+def test_samples_of_equal_prompts_with_other_pictures_do_not_depend_on_each_other(
+    kind, opened, tmp_path
+):
+    names = [pictures.picture(tmp_path / f"{seed}.png", seed=seed) for seed in range(2)]
+    prompts = asked(tmp_path, [{"prompt": "<image> what?", "images": [name]} for name in names])
+    sampling = replace(SETTINGS, do_sample=True, temperature=3.0)
+    both = predict(opened, prompts, sampling)
+    assert predict(opened, prompts[1:], sampling) == both[1:]
+    assert both[0].text != both[1].text
+
+
+@only_gemma
+@pytest.mark.parametrize("name", ["none.png", "https://example.com/a.png", "../a.png"])
+def test_a_picture_that_cannot_be_read_is_an_error_with_its_row(kind, name, opened, tmp_path):
+    prompts = asked(tmp_path, [{"prompt": "hello"}, {"prompt": "<image>", "images": [name]}])
+    with pytest.raises(DataError, match=rf"rows\.jsonl: line 2: picture {name}: "):
+        predict(opened, prompts, SETTINGS)
+
+
+@only_gemma
+def test_a_model_without_a_processor_refuses_pictures(kind, opened, tmp_path):
+    name = pictures.picture(tmp_path / "a.png")
+    prompts = asked(tmp_path, [{"prompt": "<image>", "images": [name]}])
+    opened = replace(opened, media=None)
+    with pytest.raises(DataError, match="line 1: the conversation has pictures, and this model re"):
+        predict(opened, prompts, SETTINGS)
+    with pytest.raises(DataError, match="only its text would be read here"):
+        opened.codec.encode_prompt(prompts[0].messages)
+
+
+@only_gemma
+def test_predict_finds_pictures_beside_the_prompts(kind, base, tmp_path, monkeypatch):
+    (tmp_path / "shots").mkdir()
+    name = pictures.picture(tmp_path / "shots" / "a.png")
+    asked(tmp_path, [{"prompt": "<image> what?", "images": [name]}])
+    monkeypatch.chdir(tmp_path)
+    command = ["predict", str(base), "generate.max_new_tokens=4", "--prompts", "rows.jsonl"]
+    result = CliRunner().invoke(main, [*command, "--output", "out.jsonl"])
+    assert "rows.jsonl: line 1: picture a.png: no such file" in result.output
+    assert result.exit_code == 2
+    command += ["--output", "out.jsonl", "--media-folder", "shots"]
+    assert CliRunner().invoke(main, command, catch_exceptions=False).exit_code == 0
+    answer = json.loads((tmp_path / "out.jsonl").read_text())
+    assert answer["images"] == ["a.png"]
+    assert answer["answer"]
