@@ -147,6 +147,10 @@ def _lines(recipe: Recipe, run_plan: Plan, *, is_given: bool) -> Iterator[tuple[
     heavy = run_plan.heaviest
     several = f"{heavy.examples:,} examples, {heavy.tokens:,} tokens, {heavy.trained:,} trained"
     yield "peak micro-batch", several
+    if (pictures := run_plan.pictures) is not None:
+        size, (width, height) = in_bytes(pictures.num_bytes), pictures.largest
+        words = f"whose layers keep {size}, by a pass of one of {width} x {height} pixels"
+        yield "pictures in it", f"{pictures.count:,}, {words}"
     yield "time", _time(recipe, run_plan, is_given=is_given)
 
 

@@ -1,19 +1,28 @@
 """A whole plan: what it says of data, time and memory, and that it loads nothing."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import LlavaForConditionalGeneration
 
+import pictures
 import surefoot
 from project import Project, metrics
 from surefoot.errors import DataError, ModelError, RecipeError
+from surefoot.model.section import recomputation
 from surefoot.recipe.recipe import load
+from surefoot.recipe.recipe_data import open_codec
 from surefoot.run.assembly import build
+from surefoot.run.contexts import collation_of
+from surefoot.run.policy import open_policy
 from surefoot.use.estimate import _rank_memory as rank_memory
-from surefoot.use.estimate._dry_run import NotRehearsedError
+from surefoot.use.estimate._dry_run import LiveBytes, NotRehearsedError
 from surefoot.use.estimate._rank_memory import Machine
 from surefoot.use.estimate.plan import make_plan, measured_speed
+
+from .scene import head_of, total
 
 REWARD = Path(__file__).parents[2] / "stage_rewards.py"
 
@@ -200,3 +209,49 @@ def test_sampled_responses_are_planned_behind_their_prompts(tmp_path):
     trainer = build(load(sampled.recipe, ["checkpoint.resume=none", "train.output_dir=other"]))
     prompts = trainer.windows.loader.order.examples.lengths
     assert trainer.policy.network.options.longest == prompts.max() + 6
+
+
+@pytest.mark.parametrize(
+    ("kind", "recomputes"), [*((kind, False) for kind in pictures.KINDS), ("gemma3", True)]
+)
+def test_the_layers_for_pictures_are_counted_as_they_really_keep(kind, recomputes, tmp_path):
+    """Pictures of three sizes, of which only the largest is measured."""
+    base = pictures.save_model(tmp_path / "base", kind)
+    rows = pictures.rows(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    train = {"global_batch_size": 6, "micro_batch_size": 6, "precision": "fp32"}
+    made = pictures.recipe(tmp_path, base, train=train)
+    model = replace(made.model, gradient_checkpointing=recomputation(recomputes))
+    made = replace(made, model=model)
+    found = make_plan(made, ALONE)
+    assert found.not_known is None
+    assert found.pictures.count == 6
+    codec = open_codec(made, base)
+    items = pictures.items(codec, tmp_path)
+    batch = collation_of(made, codec).batch(items)
+    network = open_policy(made, base, codec.tokenizer, probes=pictures.probes(made, codec))
+    model = network.module.train()
+    text = replace(batch, media={}, axes=None)
+    if kind == "gemma3":
+        text = replace(text, media={"token_type_ids": batch.media["token_type_ids"]})
+    expected = living(model, batch) - living(model, text)
+    assert found.pictures.num_bytes == pytest.approx(expected, rel=0.02)
+
+
+def test_layers_for_pictures_that_do_not_run_alone_are_said_not_to_be_known(tmp_path, monkeypatch):
+    base = pictures.save_model(tmp_path / "base", "llava")
+    rows = pictures.rows(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.delattr(LlavaForConditionalGeneration, "get_image_features")
+    found = make_plan(pictures.recipe(tmp_path, base), ALONE)
+    assert "layers of LlavaForConditionalGeneration for pictures cannot be run" in found.not_known
+
+
+def living(model, batch):
+    """Bytes that are there between the forward and the backward pass."""
+    live = LiveBytes([*model.parameters(), *model.buffers()], 0)
+    with live:
+        loss = total(model, batch, head_of(model))
+        now = live.now.total
+    assert loss.requires_grad
+    return now

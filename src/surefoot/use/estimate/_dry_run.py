@@ -6,12 +6,14 @@ are those of torch's own kernels. A GPU's kernels save the same, except for atte
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,10 @@ from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenize
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ...batch import Batch, with_router_loss
+from ...data.media.batch_media import BatchMedia
+from ...data.media.files import NOISE, Seen
 from ...errors import ModelError, first_line
+from ...model.numerics import autocast
 from ...model.packed_attention import set_attention
 from ...network.network import Network
 from ...network.open import check_optimizer_shards, open_network
@@ -277,6 +282,61 @@ def _measure_pass(dry_run: DryRunModel, batch: Batch) -> Pass:
     return Pass(
         kept=saved, at_peak=live.peak, most_activations=live.most_activations, growing=live.growing
     )
+
+
+def of_pictures(dry_run: DryRunModel, media: BatchMedia, pictures: Sequence[Seen]) -> Snapshot:
+    """What the layers for pictures keep of these for the backward pass. They read the sizes of
+    pictures as values, which fake tensors do not have, so the largest picture really runs through
+    them, on the CPU and on weights of zeros; the others take as much for each of their tokens.
+    Raises ``NotRehearsedError``: these layers cannot be run alone."""
+    inner = dry_run.network.inner
+    largest = max(pictures, key=lambda each: each.tokens)
+    noise = f"{NOISE}0,{largest.width},{largest.height}"
+    tensors = media.processor.tensors([[media.files.decode(largest._replace(path=noise))]])
+    try:
+        features = inner.get_image_features  # of transformers' models that read pictures
+        of_text = {inner.get_output_embeddings(), *inner.get_decoder().modules()}
+        given = {name: tensors[name] for name in signature(features).parameters if name in tensors}
+        with _zeros_in([module for module in inner.modules() if module not in of_text]) as weights:
+            live = LiveBytes(weights, 0)
+            with autocast(dry_run.setting.precision, torch.device("cpu")), live:
+                made = features(**given)
+                made = getattr(made, "pooler_output", made)
+                # what stays is in the graph; the outputs are copied among embeddings, and gone
+                made = [output.grad_fn for output in _tensors(made)]
+                now = live.now
+    except (AttributeError, RuntimeError, TypeError, ValueError, IndexError) as error:
+        name = type(inner).__name__
+        raise NotRehearsedError(
+            f"the layers of {name} for pictures cannot be run alone: {first_line(error)}"
+        ) from None
+    share = sum(each.tokens for each in pictures) / max(1, largest.tokens)
+    return Snapshot(math.ceil(now.activations * share), 0, now.copies)
+
+
+@contextlib.contextmanager
+def _zeros_in(modules: Sequence[nn.Module]) -> Iterator[list[torch.Tensor]]:
+    """While it lasts, the tensors of ``modules`` are zeros on the CPU, trained as they were."""
+    before = [(module, dict(module._parameters), dict(module._buffers)) for module in modules]
+    made: list[torch.Tensor] = []
+
+    def zeros(tensor: torch.Tensor) -> torch.Tensor:
+        made.append(torch.zeros(tuple(tensor.shape), dtype=tensor.dtype, device="cpu"))
+        return made[-1]
+
+    try:
+        for module, parameters, buffers in before:
+            for name, parameter in parameters.items():
+                if parameter is not None:
+                    learns = parameter.requires_grad
+                    module._parameters[name] = nn.Parameter(zeros(parameter), learns)
+            for name, buffer in buffers.items():
+                module._buffers[name] = None if buffer is None else zeros(buffer)
+        yield [tensor for module in modules for tensor in (*module.parameters(), *made)]
+    finally:
+        for module, parameters, buffers in before:
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
 
 
 @dataclass

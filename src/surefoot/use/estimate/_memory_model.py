@@ -59,6 +59,13 @@ class Snapshot:
         """All of them."""
         return self.activations + self.logits + self.copies
 
+    def __add__(self, other: Snapshot) -> Snapshot:
+        return Snapshot(
+            self.activations + other.activations,
+            self.logits + other.logits,
+            self.copies + other.copies,
+        )
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -69,6 +76,15 @@ class Pass:
     at_peak: Snapshot  # when most is alive
     most_activations: int  # at any moment: also when logits are gone, and layers are at work
     growing: int  # the most, where the gradients of weights come on top one by one
+
+    def with_kept(self, kept: Snapshot) -> Pass:
+        """The same with what other layers keep until the end of the backward pass."""
+        return Pass(
+            self.kept + kept,
+            self.at_peak + kept,
+            self.most_activations + kept.activations,
+            self.growing + kept.total,
+        )
 
     @property
     def activations(self) -> int:

@@ -4,6 +4,7 @@ and its memory. The first rank stands for all; the stages of a pipeline are not 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 from ...batch import Batch
 from ...data.data_order import Index
+from ...data.media.files import Seen, seen_in
 from ...data.store.dataset import EncodedDataset
 from ...data.text.codec import Codec
 from ...errors import RecipeError
@@ -36,7 +38,7 @@ from ._batches import (
     token_counts,
     trained_counts,
 )
-from ._dry_run import DryRunModel, NotRehearsedError, build, dry_run_batch
+from ._dry_run import DryRunModel, NotRehearsedError, build, dry_run_batch, of_pictures
 from ._fake_tensors import HoldingOptions, held_dtype
 from ._memory_model import Memory, MeshShape, Pass, Snapshot, Weight, memory
 
@@ -144,12 +146,22 @@ def _gathers_bf16(recipe: Recipe, machine: Machine) -> bool:
 
 
 @dataclass(frozen=True)
+class Pictures:
+    """The pictures of the peak micro-batch."""
+
+    count: int
+    num_bytes: int  # that their layers keep for the backward pass
+    largest: tuple[int, int]  # width and height
+
+
+@dataclass(frozen=True)
 class Rehearsed:
     """The peak micro-batch, and its memory on the first rank."""
 
     batch: Batch
     memory: Pass
     not_known: str | None = None  # why it is not
+    pictures: Pictures | None = None  # which are in it
 
     @property
     def logit_weight(self) -> float:
@@ -163,7 +175,7 @@ def rehearsed(recipe: Recipe, ground: PlanBase, rank_model: DryRunModel) -> Rehe
     """The memory of the peak micro-batch on a rank with ``rank_model``, or why it is not known.
     Which micro-batch that is depends on the cost of a trained position relative to a token; the one
     with the most tokens is used to find it."""
-    batch = _batch(recipe, ground, 0.0)
+    batch, seen = _batch(recipe, ground, 0.0)
     if recipe.parallel.pp > 1:
         return Rehearsed(
             batch,
@@ -175,17 +187,32 @@ def rehearsed(recipe: Recipe, ground: PlanBase, rank_model: DryRunModel) -> Rehe
         if _gathers_bf16(recipe, ground.machine):
             gathered = replace(setting_of(recipe, ground.machine), gathered=torch.bfloat16)
             rank_model = _build(recipe, ground, gathered)
-        rehearsal = Rehearsed(batch, dry_run_batch(rank_model, batch))
-        other = _batch(recipe, ground, rehearsal.logit_weight)
+        rehearsal = _rehearsed_batch(ground, rank_model, batch, seen)
+        other, seen = _batch(recipe, ground, rehearsal.logit_weight)
         if not torch.equal(other.input_ids, batch.input_ids):
-            both = (rehearsal, Rehearsed(other, dry_run_batch(rank_model, other)))
+            both = (rehearsal, _rehearsed_batch(ground, rank_model, other, seen))
             rehearsal = max(both, key=lambda candidate: candidate.memory.at_peak.total)
     except NotRehearsedError as error:
         return Rehearsed(batch, NOTHING, str(error))
     return rehearsal
 
 
-def _batch(recipe: Recipe, ground: PlanBase, logit_weight: float) -> Batch:
+def _rehearsed_batch(
+    ground: PlanBase, rank_model: DryRunModel, batch: Batch, seen: Sequence[Seen]
+) -> Rehearsed:
+    """Its memory. The text of pictures is in the batch, the layers for them run beside it."""
+    of_text = dry_run_batch(rank_model, batch)
+    media = ground.codec.media
+    if media is None or not seen:
+        return Rehearsed(batch, of_text)
+    kept = of_pictures(rank_model, media, seen)
+    largest = max(seen, key=lambda each: each.tokens)
+    pictures = Pictures(len(seen), kept.total, (largest.width, largest.height))
+    return Rehearsed(batch, of_text.with_kept(kept), pictures=pictures)
+
+
+def _batch(recipe: Recipe, ground: PlanBase, logit_weight: float) -> tuple[Batch, list[Seen]]:
+    """The peak micro-batch as text, and its pictures."""
     loader = loader_of(recipe, ground.dataset, mesh_of(recipe, ground.machine).num_data_ranks)
     stage, collation = recipe.stage, collation_of(recipe)
     items = heaviest(
@@ -200,7 +227,8 @@ def _batch(recipe: Recipe, ground: PlanBase, logit_weight: float) -> Batch:
     features = [ground.dataset[int(item)] for item in items]
     examples = blank_examples(stage, ground.codec, features, collation)
     one_of_each = examples[:: stage.group_size][: len(features)]
-    return collation.for_model(PromptSharing(shares_prompts(recipe))).batch(one_of_each)
+    batch = collation.for_model(PromptSharing(shares_prompts(recipe))).batch(one_of_each)
+    return batch, [seen for item in features for seen in seen_in(item)]
 
 
 def memory_of(recipe: Recipe, machine: Machine, rank_model: DryRunModel, peak_pass: Pass) -> Memory:

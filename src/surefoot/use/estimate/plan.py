@@ -34,6 +34,7 @@ from ._dry_run import DryRunModel
 from ._memory_model import Memory, MeshShape
 from ._rank_memory import (
     Machine,
+    Pictures,
     PlanBase,
     first_rank,
     machine_for,
@@ -97,6 +98,7 @@ class Plan:
     not_known: str | None  # why activations are not in the memory
     saving: Saving
     tokens_per_second: float | None
+    pictures: Pictures | None = None  # of the peak micro-batch
     imports: int = 0  # bytes of Python and its packages, where they share a CPU's memory with it
 
     @property
@@ -149,6 +151,7 @@ def make_plan(recipe: Recipe, machine: Machine, tokens_per_second: float | None 
         not_known=rehearsal.not_known,
         saving=saving_of(alone, ground),
         tokens_per_second=tokens_per_second or measured_speed(recipe.train.folder),
+        pictures=rehearsal.pictures,
         imports=imports,
     )
 
@@ -226,6 +229,7 @@ def as_data(plan: Plan) -> dict[str, object]:
         "tokens_per_second": plan.tokens_per_second,
         "seconds": plan.seconds,
         "heaviest_pass": vars(plan.heaviest),
+        "pictures": None if plan.pictures is None else vars(plan.pictures),
         "memory": vars(plan.memory),
         "process": {"imports": plan.imports, "snapshot": plan.snapshot, "total": plan.total},
         "not_known": plan.not_known,
