@@ -93,6 +93,34 @@ def test_all_go_on_after_a_save_that_failed_if_the_recipe_says_so(tmp_path):
     assert steps(tmp_path) == ["checkpoint-1", "checkpoint-3"]
 
 
+def test_all_go_on_while_rank_0_alone_cannot_begin_a_save(tmp_path):
+    """The folder of the run was renamed, or its pins cannot be read."""
+    root, moved = tmp_path / "run", tmp_path / "moved"
+
+    def work(world):
+        made = begin(world, root, "full", on_save_error="continue")
+        with made.saver:
+            save(made)
+            made.saver.wait()
+            world.wait()
+            if world.is_main:
+                root.rename(moved)
+            save(made)
+            if world.is_main:
+                moved.rename(root)
+            save(made, insist=True)
+            made.saver.wait()
+            if world.is_main:
+                (root / "pinned.json").write_text("{")  # which checkpoints to delete is not known
+            save(made)
+            if world.is_main:
+                (root / "pinned.json").unlink()
+            save(made, insist=True)
+
+    ranks.run(2, work)
+    assert steps(root) == ["checkpoint-1", "checkpoint-3", "checkpoint-5"]
+
+
 class WritesOnMain(TrainerCallback):
     """As callbacks of the Hugging Face Trainer do."""
 

@@ -227,7 +227,11 @@ class AsyncSaver:
             self.update(wait=True)  # whether a best step was saved is known then
             parent = self.newest or self._resumed_from
             try:
-                self._expect_folder()
+                # What rank 0 alone can find out comes first, and all do what it does: those that
+                # began a save without it would wait for it, or for what it exchanges next.
+                replaces, problem = self._before(step, metrics, protected)
+                if problem := self.writers.from_first(problem):
+                    raise CheckpointError(problem)
                 job, live = prepare(
                     self._root,
                     step,
@@ -238,8 +242,6 @@ class AsyncSaver:
                     max_shard_size=self.max_shard_size,
                     writers=self.writers,
                 )
-                # Last, since it may fail on rank 0 alone: all must have met in ``prepare`` by then.
-                replaces = self._old(metrics, protected, coming=step)
             except CheckpointError as error:
                 self._bear(error)
                 return
@@ -321,11 +323,22 @@ class AsyncSaver:
         if self.listeners:
             self.delete_old(metrics, protected)
 
+    def _before(
+        self, step: int, metrics: Mapping[int, float] | None, protected: Collection[int]
+    ) -> tuple[list[str], str | None]:
+        """The checkpoints that one of ``step`` replaces; and why it cannot be saved, if rank 0
+        finds a reason."""
+        if self.writers.rank:
+            return [], None
+        try:
+            self._expect_folder()
+            return self._old(metrics, protected, coming=step), None
+        except CheckpointError as error:
+            return [], str(error)
+
     def _expect_folder(self) -> None:
         """Raise ``CheckpointError`` if ``root`` is no longer the folder that it was at the start:
         to make it again would divide the run between two folders. Only a first save makes it."""
-        if self.writers.rank:
-            return
         if self._folder is None:
             with files.raising(CheckpointError, f"cannot save to {self._root}"):
                 files.make_folder(self._root)
