@@ -172,7 +172,7 @@ def main() -> None:
     """Write the pictures, their rows and the untrained model."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--out", type=Path, default=HERE / "pictures")
-    parser.add_argument("--train", type=int, default=3200, help="rows to train on")
+    parser.add_argument("--train", type=int, default=6400, help="rows to train on")
     parser.add_argument("--held-out", type=int, default=200, help="rows to evaluate on")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()

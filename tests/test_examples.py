@@ -300,7 +300,7 @@ def test_the_demo_of_pictures_trains_on_them(pictures, num_train):
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("num_train", [3200])
+@pytest.mark.parametrize("num_train", [6400])
 def test_a_small_model_learns_to_name_figures_from_the_pictures_alone(pictures, num_train):
     ok("train", "pictures.yaml")
     own, swapped = named(pictures, checkpoints(pictures / "runs" / "pictures")[-1])

@@ -10,6 +10,7 @@ from transformers import AutoConfig
 from surefoot.batch import IGNORE_INDEX
 from surefoot.data.media.files import seen_in
 from surefoot.data.rows.catalog import training_examples
+from surefoot.errors import RecipeError
 from surefoot.plugins.migrate.conversion import convert_llamafactory
 from surefoot.recipe.recipe import load_converted
 from surefoot.recipe.recipe_data import open_codec
@@ -63,13 +64,17 @@ def folder(kind, tmp_path_factory):
     return folder
 
 
+def translated(folder, kind, **values):
+    """The recipe of a file of LLaMA-Factory's."""
+    values |= {"model_name_or_path": str(folder / "model"), "template": theirs.TEMPLATES[kind]}
+    values |= {"dataset": "mllm_demo", "dataset_dir": str(folder), "do_train": True}
+    values |= {"output_dir": str(folder / "out"), "stage": "sft", "cutoff_len": 2048}
+    return load_converted(convert_llamafactory(parse(json.dumps(values), "their.yaml"), (), {}))
+
+
 def encoded(folder, kind, mode):
     max_pixels, mask_history = theirs.MODES[mode]
-    values = {"model_name_or_path": str(folder / "model"), "template": theirs.TEMPLATES[kind]}
-    values |= {"dataset": "mllm_demo", "dataset_dir": str(folder), "do_train": True}
-    values |= {"output_dir": str(folder / "out"), "mask_history": mask_history, "stage": "sft"}
-    values |= {"cutoff_len": 2048, "image_max_pixels": max_pixels}
-    recipe = load_converted(convert_llamafactory(parse(json.dumps(values), "their.yaml"), (), {}))
+    recipe = translated(folder, kind, mask_history=mask_history, image_max_pixels=max_pixels)
     codec = open_codec(recipe, folder / "model")
     examples = list(training_examples(recipe.data))
     return codec, [item for found in codec.encode_chats(examples) for item in found]
@@ -100,3 +105,15 @@ def test_tokens_and_what_is_trained_are_theirs(kind, folder, mode):
         assert sum(seen.tokens for seen in seen_in(item)) == ids.count(
             max(codec.media.processor.token_ids)
         )
+
+
+@pytest.mark.parametrize("kind", ["gemma3"], scope="module")
+def test_the_parts_that_it_freezes_are_frozen(kind, folder):
+    both = translated(folder, kind, finetuning_type="full", media_dir=str(folder))
+    assert both.method.frozen_modules == ("tower", "projector")
+    assert (both.data.media.folder, both.data.media.max_pixels) == (folder, 768 * 768)
+    tower = translated(folder, kind, finetuning_type="full", freeze_multi_modal_projector=False)
+    assert tower.method.frozen_modules == ("tower",)
+    assert translated(folder, kind, finetuning_type="lora").method.name == "lora"
+    with pytest.raises(RecipeError, match="freeze_vision_tower: only finetuning_type: full"):
+        translated(folder, kind, finetuning_type="lora", freeze_vision_tower=False)

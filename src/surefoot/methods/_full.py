@@ -23,7 +23,8 @@ class Full(Method):
 
     frozen_modules: tuple[str, ...] = ()
     """Modules that stay as they are, by the last part of the name, such as ``embed_tokens``.
-    ``experts`` and ``routers`` are all of a mixture, whatever their names."""
+    ``experts`` and ``routers`` are all of a mixture, whatever their names; ``tower``, ``projector``
+    and ``language`` are those parts of a model that reads pictures."""
 
     def apply(self, model: PreTrainedModel) -> nn.Module:
         """Make every parameter trainable but those of ``frozen_modules``. Raises ``RecipeError``:

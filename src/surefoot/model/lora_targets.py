@@ -28,6 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import ModelError, RecipeError
 from ..storage.weight_files import KINDS
+from .parts import parts_of
 
 HEAD = "the output head"
 ROUTER = "a router"
@@ -210,8 +211,10 @@ def router_names(model: PreTrainedModel) -> set[str]:
 
 def parameters_inside(model: PreTrainedModel, called: str, key: str) -> list[nn.Parameter]:
     """The parameters of all modules whose names end in ``called``; ``experts`` and ``routers`` are
-    those of a mixture. Raises ``RecipeError``, which names the setting ``key``, if there are
-    none."""
+    those of a mixture, ``tower``, ``projector`` and ``language`` those parts of a model that reads
+    pictures. Raises ``RecipeError``, which names the setting ``key``, if there are none."""
+    if part := parts_of(model).get(called):
+        return part
     modules = _modules(model)
     routers = router_names(model) if called in ("experts", "routers") else set()
     chosen = {n for n in modules if n.rpartition(".")[2] == called}

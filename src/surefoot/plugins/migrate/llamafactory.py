@@ -25,6 +25,10 @@ from .rules import GivenArguments, Program, Rules, Settings
 from .templates import TEMPLATES, next_roles, same_template
 
 _TRACKERS = get_args(TrackerName)
+_FREEZES = {  # part of a model that reads pictures -> the argument by which it is frozen
+    "tower": "freeze_vision_tower",
+    "projector": "freeze_multi_modal_projector",
+}
 _TOKENIZED = ("dataset_dict.json", "state.json")  # of a dataset that LLaMA-Factory has tokenized
 
 
@@ -54,8 +58,9 @@ def _dataset_dir(arguments: GivenArguments) -> Settings:
 
 
 def _pictures(arguments: GivenArguments) -> Settings:
-    """Where pictures are and how large they may be, if an entry of a dataset names a column of
-    them: every picture is made smaller there before the model's processor sees it."""
+    """Where pictures are, how large they may be and which parts of the model are frozen, if an
+    entry of a dataset names a column of pictures. Every picture is made smaller there before the
+    model's processor sees it."""
     entries = {}
     with suppress(OSError, ValueError):  # reading the datasets says what is wrong
         text = (Path(str(arguments["dataset_dir"])) / "dataset_info.json").read_text("utf-8")
@@ -64,9 +69,16 @@ def _pictures(arguments: GivenArguments) -> Settings:
     columns = [(entries.get(name) or {}).get("columns") or {} for name in names]
     if not any("images" in each for each in columns):
         return {}
-    folder = arguments["media_dir"]
     settings: Settings = {"data.media.max_pixels": arguments["image_max_pixels"]}
-    return settings | ({"data.media.folder": folder} if folder else {})
+    if folder := arguments["media_dir"]:
+        settings["data.media.folder"] = folder
+    frozen = [part for part, name in _FREEZES.items() if arguments[name]]
+    if arguments["finetuning_type"] == "full" and not arguments["use_badam"]:
+        return settings | {"method": {"full": {"frozen_modules": frozen}}}
+    if trained := [name for part, name in _FREEZES.items() if part not in frozen]:
+        message = "only finetuning_type: full trains it here; adapters are of the language model"
+        raise RefusedError(trained[0], message)
+    return settings
 
 
 def _template(arguments: GivenArguments) -> Settings:
