@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,10 +11,14 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, GenerationConfig
 
 import pictures
+from surefoot.cli.chat import _ask
 from surefoot.cli.main import main
+from surefoot.data.example import MEDIUM
 from surefoot.data.text.prompts import read_prompts
 from surefoot.errors import DataError, RunError
+from surefoot.generate.responses import pictures_of
 from surefoot.generate.section import GenerateSection
+from surefoot.use.conversation import Conversation, with_typed_pictures
 from surefoot.use.evaluation import adopt, measure
 from surefoot.use.model_loading import open_model
 from surefoot.use.prediction import Output, predict
@@ -160,3 +165,53 @@ def test_predict_finds_pictures_beside_the_prompts(kind, base, tmp_path, monkeyp
     answer = json.loads((tmp_path / "out.jsonl").read_text())
     assert answer["images"] == ["a.png"]
     assert answer["answer"]
+
+
+@only_gemma
+def test_the_path_of_a_picture_in_a_question_is_that_picture(kind, base, opened, tmp_path):
+    name = tmp_path / "a b.png"
+    pictures.picture(name)
+    escaped = str(name).replace(" ", "\\ ")
+    said = []
+    for question in (f"'{name}' what's it?", f"{escaped} what's it?"):
+        result = CliRunner().invoke(
+            main, ["chat", str(base), "--max-new-tokens", "5", "--prompt", question]
+        )
+        assert result.exit_code == 0, result.output
+        assert result.stderr.startswith(f"picture: {name}\n")
+        said.append(result.stdout)
+    asked(tmp_path, [{"prompt": "<image> what's it?", "images": [name.name]}])
+    (expected,) = predict(
+        opened, read_prompts(tmp_path / "rows.jsonl"), replace(SETTINGS, max_new_tokens=5)
+    )
+    assert said == [f"{expected.text}\n"] * 2
+
+
+@only_gemma
+def test_a_picture_stays_in_the_conversation(kind, opened, tmp_path):
+    name = pictures.picture(tmp_path / "a.png")
+    chat = Conversation(opened, SETTINGS)
+    chat.ask(f"{MEDIUM} what?", media=[(tmp_path / name).read_bytes()])
+    first = chat.messages[-1]
+    chat.retry()
+    assert chat.messages[-1] == first
+    answer = chat.ask("and now?")
+    assert len(pictures_of(answer.prompt_ids).pictures) == 1
+
+
+def test_paths_in_a_question(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.png", "b c.JPG", "notes.txt"):
+        (tmp_path / name).touch()
+    found = with_typed_pictures('a.png, "b c.JPG" b\\ c.JPG none.png notes.txt it\'s a.png?')
+    expected = f"{MEDIUM}, {MEDIUM} {MEDIUM} none.png notes.txt it's {MEDIUM}?"
+    assert found == (expected, [Path("a.png"), *[Path("b c.JPG")] * 2, Path("a.png")])
+
+
+@only_gemma
+def test_chat_says_so_where_a_picture_is_not_looked_at(kind, opened, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pictures.picture(tmp_path / "a.png")
+    said = []
+    _ask(Conversation(replace(opened, media=None), SETTINGS), "what is a.png?", said.append)
+    assert said == ["a.png: not looked at, only the name is read: this model reads text alone"]

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from ..use.conversation import Answer, Conversation
 
 HELP = """\
+PATH            in a question, the path of a picture is that picture; a file dropped here, too
 /clear          start a new conversation; the system message stays
 /system TEXT    set the system message; without TEXT, remove it
 /retry          generate the last response again
@@ -87,6 +89,9 @@ def chat(path: str, **options: object) -> None:
     follows the run's recipe (section generate), and is greedy if there is none; options override
     it.
 
+    The path of a picture in a question, such as that of a file dropped into the terminal, is that
+    picture, if the model reads any.
+
     When standard input is piped, each line is a separate conversation and gets one line of output;
     line breaks in an answer are written \\n.
 
@@ -138,7 +143,7 @@ def _open(path: str, options: dict[str, object]) -> Conversation:
 def _ask_once(conversation: Conversation, text: str) -> None:
     show = _writer()
     note_plain(conversation)
-    answer = conversation.ask(text, show)
+    answer = _ask(conversation, text, partial(click.echo, err=True), show)
     click.echo()
     for note in notes_on(answer):
         click.echo(note, err=True)
@@ -171,7 +176,8 @@ def _ask_lines(conversation: Conversation) -> None:
         conversation.clear()
         text = line.rstrip("\r\n")
         try:
-            answer = conversation.ask(text).text if text.strip() else ""
+            note = partial(click.echo, err=True)
+            answer = _ask(conversation, text, note).text if text.strip() else ""
         except SurefootError as error:
             click.echo(f"line {number}: {error}", err=True)
             answer = ""
@@ -230,7 +236,8 @@ def _reply(conversation: Conversation, console: Console, line: str) -> bool:
     if command in ("exit", "quit"):
         return False
     if command is None:
-        answer = conversation.ask(text, show) if text.strip() else None
+        says = partial(console.print, style="dim", markup=False)
+        answer = _ask(conversation, text, says, show) if text.strip() else None
     elif command == "retry" and conversation.messages:
         answer = conversation.retry(show)
     elif command == "retry":
@@ -254,6 +261,31 @@ def _reply(conversation: Conversation, console: Console, line: str) -> bool:
         for note in notes_on(answer):
             console.print(note, style="yellow", markup=False)
     return True
+
+
+def _ask(
+    conversation: Conversation,
+    text: str,
+    note: Callable[[str], None],
+    show: Callable[[str], None] | None = None,
+) -> Answer:
+    """The response to a question, in which the path of a picture is that picture; ``note`` gets a
+    line that says so. Raises ``RunError``: it cannot be read."""
+    from ..errors import RunError
+    from ..use.conversation import with_typed_pictures
+
+    marked, paths = with_typed_pictures(text)
+    names = visible(", ".join(map(str, paths)))
+    if paths and conversation.opened.media is None:
+        note(f"{names}: not looked at, only the name is read: {conversation.opened.why_text}")
+        return conversation.ask(text, show)
+    if paths:
+        note(f"{'pictures' if len(paths) > 1 else 'picture'}: {names}")
+    try:
+        media = [path.read_bytes() for path in paths]
+    except OSError as error:
+        raise RunError(f"{names}: cannot be read: {error.strerror}") from None
+    return conversation.ask(marked, show, media=media)
 
 
 def note_plain(conversation: Conversation) -> None:

@@ -94,7 +94,8 @@ def rows_of(
     if driver is None:
         return SingleRows(model)
     driver = replace(driver, adapters=adapters)
-    return SlotRows(Waiting(driver, deque(), max(num_slots // 2, 1)), num_slots, longest)
+    waiting = Waiting(driver, deque(), max(num_slots // 2, 1))
+    return SlotRows(waiting, num_slots, longest, SingleRows(model))
 
 
 @dataclass
@@ -104,26 +105,31 @@ class SlotRows:
     waiting: Waiting
     num_slots: int
     longest: int
+    alone: SingleRows  # those with pictures: slots know one position a token
     _open: OpenRows | None = None
     _settings: dict[int, RowSettings] = field(default_factory=dict)
 
     @property
     def num_running(self) -> int:
         """Rows in slots."""
-        return 0 if self._open is None else len(self._open.rows)
+        return self.alone.num_running + (0 if self._open is None else len(self._open.rows))
 
     @property
     def num_waiting(self) -> int:
         """Requests without a slot."""
-        return len(self.waiting.requests)
+        return self.alone.num_waiting + len(self.waiting.requests)
 
     def add(self, request: Request, settings: RowSettings) -> None:
         """Let a request wait for a slot."""
+        if request.pictures is not None:
+            self.alone.add(request, settings)
+            return
         self._settings[request.index] = settings
         self.waiting.requests.append(request)
 
     def drop(self, index: int) -> None:
         """Empty the slot of a request, or take it out of those that wait."""
+        self.alone.drop(index)
         if self._settings.pop(index, None) is None:
             return
         for request in list(self.waiting.requests):
@@ -136,6 +142,7 @@ class SlotRows:
 
     def clear(self) -> None:
         """End all requests."""
+        self.alone.clear()
         self.waiting.requests.clear()
         self.waiting.prefixes.clear()
         self._settings.clear()
@@ -143,7 +150,9 @@ class SlotRows:
 
     @torch.no_grad()
     def step(self, emit: Emit) -> None:
-        """Fill the free slots, and advance each row by a token."""
+        """Fill the free slots, and advance each row by a token; answer a row with pictures."""
+        if self.alone.num_waiting:
+            self.alone.step(emit)
         with masked_attention(self.waiting.driver.inner):
             self._fill()
             if self._open is None:

@@ -32,7 +32,7 @@ from .section import FinishReason, GenerateSection, Ids, Sample
 _BLOCK = 128  # numbers that are drawn at once
 
 
-class Pictures(Protocol):
+class PromptMedia(Protocol):
     """The pictures of a prompt."""
 
     @property
@@ -47,17 +47,17 @@ class PicturePrompt(tuple[int, ...]):
     """The ids of a prompt with placeholders of pictures. Whatever copies its ids has to keep its
     pictures; without them, a model would answer from the text alone."""
 
-    pictures: Pictures
+    pictures: PromptMedia
 
     @classmethod
-    def of(cls, ids: Ids, pictures: Pictures) -> PicturePrompt:
+    def of(cls, ids: Ids, pictures: PromptMedia) -> PicturePrompt:
         """The ids with their pictures."""
         prompt = cls(ids)
         prompt.pictures = pictures
         return prompt
 
 
-def pictures_of(prompt: Ids) -> Pictures | None:
+def pictures_of(prompt: Ids) -> PromptMedia | None:
     """The pictures of a prompt, if it has any."""
     return prompt.pictures if isinstance(prompt, PicturePrompt) else None
 
@@ -72,7 +72,7 @@ class Request:
     out_of_tokens: FinishReason  # why it ends there
     entropy: tuple[int, ...]  # the seed of its numbers
     adapter: str | None = None  # of those that rows of one pass may have; None: the base alone
-    pictures: Pictures | None = None  # whose placeholders the prompt has
+    pictures: PromptMedia | None = None  # whose placeholders the prompt has
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..data.example import JSON, Message, Role
+from ..data.example import JSON, MEDIUM, Message, Role
 from ..data.rows.formats.fields import tools
 from ..data.text.templates import with_arguments
 from ..data.text.tool_calls import parse_tool_calls, syntax_of
@@ -19,6 +21,9 @@ from ..generate.generation import FinishReason, Ids, Sample, context_length, roo
 from ..generate.responses import TextStream, decoder
 from ..generate.section import GenerateSection, with_options
 from .model_loading import LoadedModel, refuse_reward_model
+
+_PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+_TYPED = re.compile(r"""'([^']+)'|"([^"]+)"|((?:\\.|[^\s\\])+)""")
 
 
 @dataclass(frozen=True)
@@ -102,12 +107,18 @@ class Conversation:
         self.system = text or None
 
     def ask(
-        self, text: str, on_text: Callable[[str], None] | None = None, *, role: Role = "user"
+        self,
+        text: str,
+        on_text: Callable[[str], None] | None = None,
+        *,
+        role: Role = "user",
+        media: Sequence[str | bytes | None] = (),
     ) -> Answer:
         """The response to ``text``, passed piece by piece to ``on_text``; of role ``tool``, it is
-        the result of a call. Raises ``RunError`` if there is no room for one, and ``text`` is not
-        added; ``TemplateError`` if the template rejects it."""
-        message = self.new_message(role, text)
+        the result of a call. ``media`` are the pictures at its marks. Raises ``RunError`` if there
+        is no room for a response, and ``text`` is not added; ``TemplateError`` if the template
+        rejects it, ``DataError`` if a picture cannot be read."""
+        message = replace(self.new_message(role, text), media=tuple(media))
         ids = self._ids(message)
         left = room(self.opened.model, ids)
         if left == 0:
@@ -127,12 +138,15 @@ class Conversation:
         question, before = self.messages[-2], self.messages[-2:]
         del self.messages[-2:]
         try:
-            return self.ask(question.content, on_text, role=question.role)
+            content, role, media = question.content, question.role, question.media
+            return self.ask(content, on_text, role=role, media=media)
         except RunError:
             self.messages += before
             raise
 
     def _ids(self, message: Message) -> Ids:
+        if not self.has_template and message.media:
+            raise RunError("this model has no chat template, so it supports no pictures")
         if not self.has_template:
             ids = self.opened.continuation(message.content)
             if not ids:
@@ -181,6 +195,23 @@ class Conversation:
         reason = finish_reason(sample, left)
         answer = answer_of(self.opened, "".join(pieces), reason, self.tools)
         return replace(answer, prompt_ids=ids, ids=sample.text_ids)
+
+
+def with_typed_pictures(text: str) -> tuple[str, list[Path]]:
+    """A question with a mark in place of each path in it of a picture that exists, and these paths.
+    A path may be quoted, or have its spaces escaped, as terminals write a file that is dropped."""
+    found: list[Path] = []
+
+    def marked(match: re.Match[str]) -> str:
+        typed = match[1] or match[2] or re.sub(r"\\(.)", r"\1", match[3])
+        for name in dict.fromkeys([typed, typed.rstrip(".,;:!?)")]):
+            path = Path(name).expanduser()
+            if path.suffix.lower() in _PICTURES and path.is_file():
+                found.append(path)
+                return MEDIUM + typed[len(name) :]
+        return match[0]
+
+    return _TYPED.sub(marked, text), found
 
 
 def _call_id(number: int) -> str:

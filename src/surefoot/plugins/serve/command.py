@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+from pathlib import Path
 
 import click
 
@@ -44,6 +45,11 @@ _EXTRA = ("fastapi", "uvicorn", "starlette")
     multiple=True,
     metavar="NAME=FOLDER",
     help="An adapter to serve on the same base under a name; may be repeated.",
+)
+@click.option(
+    "--media-folder",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Requests may name pictures in this folder. Unset: they must contain them (data URLs).",
 )
 @click.option(
     "--max-batch",

@@ -51,6 +51,7 @@ class ServeSettings:
     max_waiting: int = 256  # responses that wait at a time
     max_length: int | None = None  # tokens of prompt and response
     max_body: int = 8 << 20  # bytes of a request
+    media_folder: Path | None = None  # of pictures that requests may name
     sampled_logprobs: bool = False  # log-probabilities after penalties and temperature
     api_key: str | None = field(default=None, repr=False)
     hosts: Hosts = field(default_factory=Hosts)  # under which requests are answered
@@ -68,6 +69,7 @@ class ServedModel:
     is_apart: bool = False  # with a copy of the base of its own
     after_settings: bool = False  # log-probabilities after penalties and temperature
     created: int = field(default_factory=lambda: int(time.time()))
+    media_folder: Path | None = None  # of pictures that requests may name
     release: Callable[[], None] = lambda: None  # in the engine's thread
 
     @cached_property
@@ -310,6 +312,7 @@ class Models:
         parent = self.first.name if self._loaded and name != BASE else None
         after = self.settings.sampled_logprobs
         model = ServedModel(name, opened, lane, self._longest(opened), parent, after_settings=after)
+        model.media_folder = self.settings.media_folder
         self._loaded[name] = model
         self._engine.add_lane(lane)
         return model

@@ -7,14 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...data.example import JSON, Example
+from ...data.example import JSON, Example, Message
 from ...data.rows.formats import FORMATS
 from ...data.text.templates import with_arguments
 from ...errors import DataError, SurefootError
+from ...storage import files
 from .body import ApiError, Prompts
 from .models import ServedModel
 from .response_text import ResponseText
 
+_MOST_BYTES = 1 << 28  # of a picture
 _TAIL = 16  # last tokens of a prompt in which a thought may begin
 
 
@@ -63,11 +65,45 @@ def chat_prompt(
             param="chat_template_kwargs",
         ) from None
     try:
-        ids = opened.codec.encode_prompt(example.messages, example.tools)
+        turns = _with_files(model, example.messages)
+        ids, pictures = opened.codec.encode_with_pictures(turns, example.tools)
+        if opened.media is not None:
+            for seen in pictures:
+                opened.media.files.decode(seen)  # what is damaged is this request's error
     except SurefootError as error:
         raise ApiError(f"messages: {error}", param="messages") from None
+    prompt = opened.with_pictures(ids, pictures)
     begun = model.exactly(ids[-_TAIL:]).rstrip().endswith(template.thoughts[0].strip())
-    return ChatPrompt(ids, example.tools, begun)
+    return ChatPrompt(prompt, example.tools, begun)
+
+
+def _with_files(model: ServedModel, messages: Sequence[Message]) -> list[Message]:
+    """The messages with the bytes of their pictures. Nothing is fetched, and files are read in the
+    folder of ``--media-folder`` alone. Raises ``ApiError``."""
+    if model.lane.adapter is not None and any(message.media for message in messages):
+        raise ApiError(
+            f"messages: {model.name!r} shares its base with other adapters, and reads no pictures "
+            "then; serve it by itself, or merged by `surefoot export`",
+            param="messages",
+        )
+
+    def read(source: str | bytes | None) -> bytes:
+        if source is None or isinstance(source, bytes):
+            return source or b""
+        name, folder = source[:200], model.media_folder
+        if "://" in source:
+            why = "it is a URL, and none is fetched; send a data URL (data:image/png;base64,...)"
+        elif folder is None:
+            why = "no file is read; send a data URL, or start the server with --media-folder FOLDER"
+        else:
+            try:
+                return files.read_inside(folder, source, _MOST_BYTES)
+            except (OSError, ValueError) as error:
+                reason = error.strerror if isinstance(error, OSError) else error
+                why = f"it is not read: {reason}; it must be a file inside --media-folder"
+        raise ApiError(f"messages: picture {name}: {why}", param="messages")
+
+    return [replace(message, media=tuple(map(read, message.media))) for message in messages]
 
 
 def _num_characters(message: Mapping[str, Any]) -> int:

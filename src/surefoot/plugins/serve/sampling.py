@@ -13,7 +13,14 @@ import torch
 from pydantic import Field, ValidationInfo, field_validator
 
 from ...generate.live import Constraint, RowSettings
-from ...generate.responses import Chooser, Decode, OpenResponse, Request, requests_of
+from ...generate.responses import (
+    Chooser,
+    Decode,
+    OpenResponse,
+    Request,
+    pictures_of,
+    requests_of,
+)
 from ...generate.section import GenerateSection, with_options
 from .body import WITHOUT_EFFECT, Body, Strict, Texts
 from .engine import EngineThread
@@ -152,7 +159,8 @@ def rows_for(
         return RowSettings(chooser, decode, every, body.num_alternatives, model.after_settings)
 
     count = body.n or 1
-    repeated = [ids for prompt in prompts for ids in [tuple(prompt)] * count]  # no copies
+    given = [prompt if pictures_of(prompt) else tuple(prompt) for prompt in prompts]
+    repeated = [ids for prompt in given for ids in [prompt] * count]  # no copies
     allowed = [min(space, most) for space in left for _ in range(count)]
     requests = requests_of(repeated, allowed, body.seed, max_new_tokens=most)
     return [(replace(request, index=engine.number()), settings()) for request in requests]
