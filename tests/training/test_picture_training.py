@@ -1,7 +1,10 @@
 """Batches with pictures: packed rows have the values of documents alone, on any number of ranks."""
 
 import json
+import math
 import shutil
+import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,16 +16,20 @@ import pictures
 import ranks
 import spread
 from surefoot.batch import IGNORE_INDEX
+from surefoot.data.media.files import seen_in
 from surefoot.data.order.micro_batches import without_labels
+from surefoot.data.rows.formats import TRL, OpenAI
+from surefoot.data.text.collation import collate, split
 from surefoot.errors import DataError, ModelError, RecipeError
 from surefoot.model import isolation
-from surefoot.model.isolation import use_packed
+from surefoot.model.isolation import PromptSharing, use_packed
 from surefoot.model.outputs import compute, logprob_head_of
 from surefoot.model.packed_attention import MASKS
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe_data import open_codec
 from surefoot.run.assembly import build
-from surefoot.run.contexts import collation_of
+from surefoot.run.contexts import collation_of, picture_probes
+from surefoot.training import losses
 
 
 @pytest.fixture(scope="module", params=pictures.KINDS)
@@ -237,3 +244,117 @@ def test_a_processor_that_cannot_be_opened_stops_rows_with_pictures_alone(kind, 
     rows = [row for row in pictures.rows(tmp_path, 9) if not row["images"]]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     run(train={"global_batch_size": 2})
+
+
+def ranked(folder, count=6):
+    """Rows of LLaMA-Factory's ranking form, and of TRL's, with none, one and two pictures."""
+    made = []
+    for row in pictures.rows(folder, count):
+        question, answer = row["messages"]
+        other = {"role": "assistant", "content": "no, it is another one"}
+        both = {"chosen": answer, "rejected": other, "images": row["images"]}
+        if len(made) % 2:
+            both = {n: [v] if n != "images" else v for n, v in both.items()}
+            made.append({"prompt": [question], **both})
+        else:
+            made.append({"messages": [question], **both})
+    return made
+
+
+@pytest.fixture
+def pairs(kind, tmp_path):
+    """The recipe of dpo, its codec, and its items."""
+    base = pictures.save_model(tmp_path / "base", kind)
+    made = pictures.recipe(tmp_path, base, stage="dpo")
+    codec = open_codec(made, base)
+    forms = (OpenAI(ranking=True), TRL(ranking=True))
+    examples = [forms[i % 2].read(row) for i, row in enumerate(ranked(tmp_path))]
+    return made, codec, [item for found in made.stage.encode(examples, codec) for item in found]
+
+
+@pytest.mark.parametrize("form", ["shared", "apart", "padded"])
+def test_both_responses_to_a_picture_have_the_values_that_each_has_alone(kind, pairs, form):
+    made, codec, items = pairs
+    model = pictures.model(kind)
+    single = replace(collation_of(made, codec), collate=collate)
+    expected = torch.stack(
+        [alone(model, single, each).sum() for item in items for each in split(item)]
+    )
+    collation = pictures.padded(collation_of(made, codec), form != "padded")
+    if form != "padded":
+        may_share = use_packed(model, 200, picture_probes(made, codec))
+        if form == "shared" and not may_share:
+            assert kind == "gemma3", "its pictures see each other"
+            return
+        collation = collation.for_model(PromptSharing(form == "shared"))
+    batch = collation.batch(items).located()
+    assert (batch.branches is not None) == (form == "shared")
+    values = together(model, batch)
+    found = losses.sums_of_answers(values, batch.extras["answer"], 2 * len(items))
+    assert (found - expected).abs().max() <= 2e-6 * expected.abs().max()
+    counts = [sum(seen.tokens for seen in seen_in(item)) for item in items]
+    places = sum(int((batch.input_ids == i).sum()) for i in codec.media.processor.token_ids)
+    assert places == sum(counts) * (1 if form == "shared" else 2)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl"])
+def test_a_masked_pair_with_a_picture_changes_no_other(kind, pairs):
+    made, codec, items = pairs
+    text = [{**item, "reference": [0.0, 0.0]} for item in items if not len(item["media"])]
+    collation = collation_of(made, codec)
+    model = pictures.model(kind)
+    collation = collation.for_model(PromptSharing(use_packed(model, 200)))
+    plain = collation.batch(text).located()
+    spared = collation.among(items, 2).batch(text).located()
+    assert "pixel_values" in spared.media
+    assert torch.equal(together(model, spared), together(model, plain))
+    assert spared.extras["answer_lengths"].tolist() == [
+        *plain.extras["answer_lengths"].tolist(),
+        0,
+        0,
+    ]
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "gemma3"])
+def test_preferences_about_pictures_are_learned_on_one_rank_and_on_two(kind, run, tmp_path):
+    rows = [row for row in ranked(tmp_path, 12) if "messages" in row]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    info = {"rows": {"file_name": "rows.jsonl", "ranking": True, "formatting": "openai"}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    asked = {"stage": "dpo", "datasets": ["rows"], "train": {"micro_batch_size": 1}}
+    one = spread.learn(run(**asked), 4)
+    assert one[0][0] == pytest.approx(math.log(2), rel=1e-5)
+    assert one[-1][0] < one[0][0]
+    both = ranks.run(2, lambda world: spread.learn(run(world, **asked), 4), dp_shard=2)
+    for found in both:
+        assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in one], rel=1e-4)
+
+
+@pytest.mark.parametrize("stage", ["rm", "kto"])
+@pytest.mark.parametrize("kind", ["llava"])
+def test_other_stages_refuse_rows_with_pictures_by_name(kind, stage, tmp_path):
+    base = pictures.save_model(tmp_path / "base", kind)
+    made = pictures.recipe(tmp_path, base, stage=stage)
+    codec = open_codec(made, base)
+    form = OpenAI(ranking=True) if stage == "rm" else OpenAI(kto_tag="good")
+    row = ranked(tmp_path, 3)[2] if stage == "rm" else {**pictures.rows(tmp_path)[2], "good": True}
+    with pytest.raises(DataError, match=r"the row has pictures, and .*stage: sft and stage: dpo"):
+        made.stage.encode([form.read(row)], codec)
+
+
+@pytest.mark.parametrize("kind", ["idefics3"])
+def test_memory_is_flat_over_many_pictures(kind, run, tmp_path):
+    """Of 300 pictures in 75 steps, the pixels of one step's micro-batches are alive."""
+    row = pictures.rows(tmp_path)[1]
+    name = row["images"][0]
+    rows = [{**row, "images": [f"{number}.png"]} for number in range(300)]
+    for number in range(300):
+        shutil.copy(tmp_path / name, tmp_path / f"{number}.png")
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    trainer, alive = run(), weakref.WeakSet()
+    for _ in range(75):
+        window = trainer.windows.next_turn().window
+        alive.update(batch.media["pixel_values"] for batch in window)
+        trainer.state.global_step += 1
+        assert len(alive) <= 2 * len(window)
+    assert trainer.windows.loader.epoch == 1

@@ -101,7 +101,7 @@ def open_codec(recipe: Recipe, base: Path) -> Codec:
         raise TemplateError("\n".join([str(error), *more])) from error
     section = settled(recipe, base).data
     if not recipe.stage.reads_pictures:
-        return Codec(tokenizer, template, section, None, "only stage: sft reads them")
+        return Codec(tokenizer, template, section, None, "only stage: sft and stage: dpo read them")
     cache = recipe.data.cache_dir or default_folder()
     try:
         media = media_of(recipe.model, recipe.data, base, tokenizer, cache)

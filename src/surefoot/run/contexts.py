@@ -14,6 +14,7 @@ from ..data.order.micro_batches import Collation, without_labels
 from ..data.store.cache import default_folder
 from ..data.store.dataset import EncodedDataset
 from ..data.text.codec import Codec
+from ..data.text.collation import collate
 from ..data.training_data import AnyData
 from ..errors import RecipeError
 from ..model.loading import resolve
@@ -243,6 +244,7 @@ def picture_probes(recipe: Recipe, codec: Codec) -> Sequence[Probe]:
     """Documents with pictures, for the check of packed rows, if there are any."""
     if codec.media is None or not recipe.data.packing:
         return ()
-    packed, items = collation_of(recipe, codec), codec.picture_probe()
+    packed = replace(collation_of(recipe, codec), collate=collate)  # conversations, in any stage
+    items = codec.picture_probe()
     padded = replace(packed, packing=False)
     return [Probe(packed.batch(items), [padded.batch([item]) for item in items])]

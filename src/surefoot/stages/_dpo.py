@@ -46,6 +46,7 @@ class DPO(Stage):
     difference between the policy's and the reference's log-probability of a response.
     """
 
+    reads_pictures = True
     spec: ClassVar[OutputSpec] = LOGPS
 
     beta: float = 0.1

@@ -63,7 +63,7 @@ def adopt(opened: LoadedModel, recipe: Recipe) -> LoadedModel:
     adopted = replace(opened, recipe=recipe, template=template)
     if recipe.stage.reads_pictures:
         return adopted
-    return replace(adopted, media=None, why_text="only stage: sft reads them")
+    return replace(adopted, media=None, why_text="only stage: sft and stage: dpo read them")
 
 
 def measure(

@@ -1,7 +1,7 @@
 """The pictures of a batch: pixels, positions of several axes, and kinds of tokens, for the model.
 
-Pixels are read here, when a micro-batch is made, and never kept: those of a window would be up to
-1.2 GiB (39 MiB a picture of SmolVLM's).
+Pixels are read here, when a micro-batch is made, and live as long as the window that it is in: 32
+pictures of SmolVLM's are 1.2 GiB. None is stored with the examples.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...batch import Batch, Features
+from ..text.collation import split
 from .files import MediaFiles, Seen, seen_in
 from .processor import MediaProcessor
 
@@ -40,10 +41,14 @@ class BatchMedia:
     def complete(self, features: Sequence[Features]) -> Sequence[Features]:
         """With a picture in it, if a spare is set: ranks that share weights must run the same
         modules, or the collectives of one would meet others of another rank. The spare has no
-        labels, so the gradients of the tower are 0."""
+        labels, so the gradients of the tower are 0. Among pairs it is one, of two short answers,
+        and it has the columns that a stage has added."""
         if self.spare is None or has_pictures(features):
             return features
-        return [*features, self.spare]
+        spare = {**features[0], **self.spare}
+        if "lengths" in spare:
+            spare["lengths"] = [len(spare["input_ids"]) - 2, 1, 1]
+        return [*features, spare]
 
     def with_spare(self) -> BatchMedia:
         """The same, with a picture in every batch."""
@@ -53,10 +58,13 @@ class BatchMedia:
     def added(self, batch: Batch, features: Sequence[Features]) -> Batch:
         """The same batch, of items in the same order, with what the model gets of their pictures.
         Without a picture in it, it stays the batch of text that it is."""
-        rows = [seen_in(item) for item in features]
-        if not any(rows):
+        if not has_pictures(features):
             return batch
         is_packed = batch.cu_seqlens is not None
+        if batch.branches is None:  # each response has the pictures of its own prompt
+            pairs = [split(item) if "lengths" in item else (item,) for item in features]
+            features = [conversation for pair in pairs for conversation in pair]
+        rows = [seen_in(item) for item in features]
         given = [[seen for row in rows for seen in row]] if is_packed else rows
         media = self.inputs(batch.input_ids, given)
         if self.model.rope_index is None:
@@ -70,7 +78,8 @@ class BatchMedia:
         """What the model gets beside tokens for the pictures in ``rows``; it may compute positions
         of several axes from it itself."""
         names = self.model.names
-        tensors = self.processor.tensors([list(map(self.files.decode, row)) for row in rows])
+        decoded = {seen: self.files.decode(seen) for row in rows for seen in row}  # each once
+        tensors = self.processor.tensors([[decoded[seen] for seen in row] for row in rows])
         media = {name: value for name, value in tensors.items() if name in names}
         return media | {name: self._kinds(ids_BT) for name in _KINDS if name in names}
 
@@ -93,12 +102,23 @@ class BatchMedia:
         documents, start, first = [], 0, 0
         for number, (item, row) in enumerate(zip(features, rows, strict=True)):
             length = len(item["input_ids"])
-            at = slice(start, start + length) if is_packed else slice(0, length)
+            at = torch.arange(length) + (start if is_packed else 0)
             line = slice(0, 1) if is_packed else slice(number, number + 1)
             grid = None if grids is None or not row else grids[first : first + len(row)]
-            positions, _ = self.model.rope_index(
-                batch.input_ids[line, at], mm_token_type_ids=kinds[line, at], image_grid_thw=grid
-            )
+            runs = [(at, 0)]  # the tokens of each response with its prompt, and those seen before
+            if batch.branches is not None:
+                prompt, chosen, _ = (int(count) for count in item["lengths"])
+                other = torch.cat([at[:prompt], at[prompt + chosen :]])
+                runs = [(at[: prompt + chosen], 0), (other, prompt)]
+            found = [
+                self.model.rope_index(
+                    batch.input_ids[line, run],
+                    mm_token_type_ids=kinds[line, run],
+                    image_grid_thw=grid,
+                )[0][..., seen:]
+                for run, seen in runs
+            ]
+            positions = torch.cat(found, dim=-1)
             if not is_packed:  # padding, which nothing attends to
                 rest = torch.arange(length, width).expand(len(positions), 1, -1)
                 positions = torch.cat([positions, rest.to(positions)], dim=-1)

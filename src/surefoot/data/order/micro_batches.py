@@ -78,9 +78,9 @@ class Collation:
         if self.media is not None:
             features = self.media.complete(features)
         collated = self.collate(features, packing=self.packing)
-        if self.media is not None:
-            collated = self.media.added(collated, features)
-        return collated if self.sharing is None or self.sharing.is_proven else unshared(collated)
+        if self.sharing is not None and not self.sharing.is_proven:
+            collated = unshared(collated)
+        return collated if self.media is None else self.media.added(collated, features)
 
     def among(self, examples: Sequence[Features], num_ranks: int) -> Collation:
         """The same for the micro-batches of ``examples``, which several ranks compute together: if

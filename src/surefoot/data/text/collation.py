@@ -122,7 +122,12 @@ def join(chosen: Features, rejected: Features) -> Features:
             *rejected["labels"][length:],
         ],
         "lengths": [length, *answers],
+        **_pictures(chosen),  # of the prompt, so of both
     }
+
+
+def _pictures(item: Features) -> Features:
+    return {name: column for name, column in item.items() if name == "media"}
 
 
 def _first_label(item: Features) -> int:
@@ -137,11 +142,10 @@ def split(pair: Features) -> Iterator[Features]:
 
     prompt, chosen, _ = (int(length) for length in pair["lengths"])
     parts = {name: np.asarray(pair[name], np.int64) for name in ("input_ids", "labels")}
-    yield {name: part[: prompt + chosen] for name, part in parts.items()}  # type: ignore[misc]
-    yield {
-        name: np.concatenate([part[:prompt], part[prompt + chosen :]])  # type: ignore[misc]
-        for name, part in parts.items()
-    }
+    first = {name: part[: prompt + chosen] for name, part in parts.items()}
+    yield {**first, **_pictures(pair)}  # type: ignore[dict-item]
+    second = {n: np.concatenate([p[:prompt], p[prompt + chosen :]]) for n, p in parts.items()}
+    yield {**second, **_pictures(pair)}  # type: ignore[dict-item]
 
 
 def with_chosen(item: Features) -> Features:

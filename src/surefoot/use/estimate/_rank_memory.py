@@ -146,7 +146,7 @@ def _gathers_bf16(recipe: Recipe, machine: Machine) -> bool:
 
 
 @dataclass(frozen=True)
-class Pictures:
+class PeakPictures:
     """The pictures of the peak micro-batch."""
 
     count: int
@@ -161,7 +161,7 @@ class Rehearsed:
     batch: Batch
     memory: Pass
     not_known: str | None = None  # why it is not
-    pictures: Pictures | None = None  # which are in it
+    pictures: PeakPictures | None = None  # which are in it
 
     @property
     def logit_weight(self) -> float:
@@ -207,7 +207,7 @@ def _rehearsed_batch(
         return Rehearsed(batch, of_text)
     kept = of_pictures(rank_model, media, seen)
     largest = max(seen, key=lambda each: each.tokens)
-    pictures = Pictures(len(seen), kept.total, (largest.width, largest.height))
+    pictures = PeakPictures(len(seen), kept.total, (largest.width, largest.height))
     return Rehearsed(batch, of_text.with_kept(kept), pictures=pictures)
 
 
@@ -228,7 +228,10 @@ def _batch(recipe: Recipe, ground: PlanBase, logit_weight: float) -> tuple[Batch
     examples = blank_examples(stage, ground.codec, features, collation)
     one_of_each = examples[:: stage.group_size][: len(features)]
     batch = collation.for_model(PromptSharing(shares_prompts(recipe))).batch(one_of_each)
-    return batch, [seen for item in features for seen in seen_in(item)]
+    copies = 1 if batch.branches is not None else 2  # of the pictures of a pair
+    counts = [copies if "lengths" in item else 1 for item in features]
+    pairs = zip(features, counts, strict=True)
+    return batch, [seen for item, count in pairs for seen in seen_in(item) * count]
 
 
 def memory_of(recipe: Recipe, machine: Machine, rank_model: DryRunModel, peak_pass: Pass) -> Memory:

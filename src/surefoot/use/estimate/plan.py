@@ -34,7 +34,7 @@ from ._dry_run import DryRunModel
 from ._memory_model import Memory, MeshShape
 from ._rank_memory import (
     Machine,
-    Pictures,
+    PeakPictures,
     PlanBase,
     first_rank,
     machine_for,
@@ -98,7 +98,7 @@ class Plan:
     not_known: str | None  # why activations are not in the memory
     saving: Saving
     tokens_per_second: float | None
-    pictures: Pictures | None = None  # of the peak micro-batch
+    pictures: PeakPictures | None = None  # of the peak micro-batch
     imports: int = 0  # bytes of Python and its packages, where they share a CPU's memory with it
 
     @property
