@@ -246,8 +246,9 @@ def _why_missing(first: Entry, owner: Installed, place: str, taken: Collection[s
 
 
 def lazy_getattr(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], object]:
-    """The ``__getattr__`` of ``package``: ``homes`` are its modules and the names each exports,
-    so that importing one module of a package does not import all the others, and torch."""
+    """The ``__getattr__`` of ``package``, which imports each public name from its module on first
+    use. ``homes`` are these modules and the names each exports: so a package lists its names in one
+    place, and importing one module of it does not import all the others, and torch."""
     modules = {name: home for home, names in homes.items() for name in names}
 
     def find(name: str) -> object:

@@ -191,7 +191,11 @@ def choice_facts(result: ProbeResult) -> Facts:
 
 def probe_all(codes: Mapping[str, str]) -> dict[str, ProbeResult]:
     """What each piece of code finds out. One process runs all of them, as they share most of the
-    time; those that it does not reach get one each."""
+    time; those that it does not reach get one each.
+
+    Packages are imported, and in another process than this: a version number says nothing about a
+    compiled part that was built against another torch, and a crash there must not end the report.
+    """
     reached, _ = _run(codes)
     rest = [name for name in codes if name not in reached]
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:

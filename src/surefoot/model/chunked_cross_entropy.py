@@ -301,7 +301,8 @@ def top_entropies(logits_CV: torch.Tensor) -> torch.Tensor:
 
 
 class _Divergences(torch.autograd.Function):
-    """Positions have factors of their own, so the backward pass computes the logits again."""
+    """Positions have factors of their own, so the backward pass computes the logits of both models
+    again, chunk by chunk; what is kept for it are hidden states."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,8 @@
 """What is on other machines: folders in object stores, and hubs of models and datasets.
 
 A folder in an object store has an address such as ``s3://bucket/run``: text with ``://`` is an
-address, all other text is a path. Plugins reach hubs and stores.
+address, all other text is a path. Plugins reach hubs and stores. What all that download from a
+server share is here: whether the network may be used, the lock of a folder, the hash of a file.
 """
 
 from __future__ import annotations

@@ -391,8 +391,10 @@ def row_scores(response: str, reference: str) -> dict[str, float]:
 
 
 def similarity(responses: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """The means of ``row_scores``, and ``sacrebleu``, of at least one response. sacrebleu's
-    tokenizer is the one for Chinese if the references have Chinese characters."""
+    """How similar responses, at least one, are to their references: the means of ``row_scores``
+    over the responses, as LLaMA-Factory has them, and ``sacrebleu``, the BLEU of all of them as one
+    corpus. sacrebleu's tokenizer is the one for Chinese if the references have Chinese
+    characters."""
     from sacrebleu.metrics.bleu import BLEU
 
     rows = [row_scores(*pair) for pair in zip(responses, references, strict=True)]

@@ -386,7 +386,8 @@ class RemoteRun(Protocol):
 
 
 class RemoteStores(Protocol):
-    """Object stores, in which runs and checkpoints have URLs. All raise ``CheckpointError``."""
+    """Object stores, in which runs and checkpoints have URLs: what a plugin that reaches them has
+    to do. All raise ``CheckpointError``."""
 
     def open_run(self, address: Address, folder: Path, *, seconds: float) -> RemoteRun:
         """The run at ``address``, which works in ``folder``; its recipe is downloaded."""

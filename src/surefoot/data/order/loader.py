@@ -285,6 +285,9 @@ class Shuffle:
     on, the first block of an epoch is shorter, so that an example shares its block with other
     examples in each.
 
+    The order is a pure function of (seed, epoch, position), whatever has been encoded so far, so a
+    position is all that a resume needs.
+
     Examples that are ``held_out`` are never drawn, and positions do not count them.
     """
 

@@ -150,7 +150,8 @@ WIDTHS = 40  # of half a smoothing window, in the length of the curve
 
 @dataclass
 class Plot(TrainerCallback):
-    """Draws ``path`` from the state's log history, so that a resumed run has one complete curve."""
+    """Draws the training and the evaluation loss over the steps to ``path``: from the state's log
+    history, so that a resumed run has one complete curve."""
 
     path: Path
     age: float = 30.0
