@@ -215,3 +215,18 @@ def test_chat_says_so_where_a_picture_is_not_looked_at(kind, opened, tmp_path, m
     said = []
     _ask(Conversation(replace(opened, media=None), SETTINGS), "what is a.png?", said.append)
     assert said == ["a.png: not looked at, only the name is read: this model reads text alone"]
+
+
+@pytest.mark.parametrize("kind", ["idefics3"], scope="module")
+def test_a_preview_shows_a_picture_in_place_of_its_tokens(kind, base, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, pictures.rows(tmp_path))))
+    pictures.recipe(tmp_path, base)
+    command = ["preview", str(next(tmp_path.glob("recipe*.yaml")))]
+    shown = CliRunner().invoke(main, command, catch_exceptions=False).output
+    assert "User:" in shown
+    assert shown.count("[2_0.png: 96 x 40, ") == shown.count("[2_1.png: 56 x 84, ") == 1
+    assert "[[ it is number 2" in shown
+    assert "<image>" not in shown
+    page = tmp_path / "page.html"
+    CliRunner().invoke(main, [*command, "--html", str(page)], catch_exceptions=False)
+    assert page.read_text().count('<img src="data:image/png;base64,') == 3

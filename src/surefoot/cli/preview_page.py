@@ -34,6 +34,7 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid var(--li
 pre span { color: var(--dim); }
 pre mark { color: inherit; background: var(--trained); border-bottom: 2px solid var(--edge); }
 pre mark.rejected { background: var(--rejected); border-color: var(--rejected-edge); }
+pre img { max-width: 10rem; max-height: 10rem; vertical-align: middle; }
 pre b { display: block; } .legend mark { background: var(--trained); color: inherit;
   border-bottom: 2px solid var(--edge); }
 .bar { display: inline-block; height: .8rem; background: var(--bar); border-radius: 2px; }
@@ -83,14 +84,17 @@ def _parts(item: RenderedExample) -> Iterator[str]:
             yield f"<b>{_text(part.answer)}</b>"
         answer = part.answer
         kind = ' class="rejected"' if answer == "rejected" else ""
+        if part.picture:
+            yield f'<img src="{part.picture}" alt="">'
         words = _text(part.text)
         yield f"<mark{kind}>{words}</mark>" if part.learnt else f"<span>{words}</span>"
 
 
 def _facts(stats: DatasetFigures) -> Iterator[str]:
-    rows, sequences, tokens, trained = stats.totals
+    rows, sequences, tokens, trained, *pictures = stats.totals
     yield f"{rows}, {sequences}"
     yield f"{tokens}, {trained}"
+    yield from pictures
     yield from map(str, findings_in(stats))
 
 

@@ -3,15 +3,18 @@ overlap of training and evaluation data, and rendered examples with their labels
 
 from __future__ import annotations
 
+import base64
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from io import BytesIO
 from itertools import pairwise
 from typing import Literal
 
 from ...batch import IGNORE_INDEX, Features
 from ...data.example import Dropped, Encoded, Example, Truncated, items_of
+from ...data.media.files import Seen, seen_in
 from ...data.section import DataSection
 from ...data.text.codec import Codec
 from ...errors import counted
@@ -288,6 +291,7 @@ def _of_overlap(overlap: Overlap) -> Iterator[Finding]:
             yield Finding("problem", overlap.evaluation, what, rows_with.count, rows, advice)
 
 
+_SMALL = 160  # pixels of the longer side of a picture in a preview
 ANSWERS = (None, "chosen", "rejected")  # what the lengths of a pair are of
 
 
@@ -298,6 +302,7 @@ class TextSpan:
     text: str
     learnt: bool
     answer: str | None = None  # chosen or rejected
+    picture: str = ""  # that stands here, small, as a data URL
 
 
 @dataclass(frozen=True)
@@ -376,12 +381,36 @@ def _sequence(codec: Codec, item: Features) -> RenderedExample:
         is_trained = [label != IGNORE_INDEX for label in labels]
         trained += sum(is_trained[1:])  # nothing predicts the first token
         answers = _answers(item, len(ids))
-        kinds = list(zip(is_trained, answers, strict=True))
+        pictures, places = seen_in(item), _places(codec, item, ids)
+        kinds = list(zip(is_trained, answers, places, strict=True))
         bounds = [0, *(i for i in range(1, len(ids)) if kinds[i] != kinds[i - 1]), len(ids)]
         for start, end in pairwise(bounds):
+            if (place := places[start]) is not None:
+                if place not in places[:start]:
+                    span = _picture(codec, pictures[place])
+                    parts.append(replace(span, answer=answers[start]))
+                continue
             text = codec.tokenizer.decode(_trained(ids[start:end], labels[start:end]))
             parts.append(TextSpan(text, is_trained[start], answers[start]))
     return RenderedExample(parts, num_tokens_of(item), trained)
+
+
+def _places(codec: Codec, item: Features, ids: Sequence[int]) -> list[int | None]:
+    """For each token, the number of the picture that it is a placeholder of."""
+    placeholders = frozenset() if codec.media is None else codec.media.processor.token_ids
+    numbers = iter([n for n, seen in enumerate(seen_in(item)) for _ in range(seen.tokens)])
+    return [next(numbers, None) if i in placeholders else None for i in ids]
+
+
+def _picture(codec: Codec, seen: Seen) -> TextSpan:
+    """A picture in place of its tokens. Raises ``DataError``: it has changed meanwhile."""
+    assert codec.media is not None
+    image, buffer = codec.media.files.decode(seen), BytesIO()
+    image.thumbnail((_SMALL, _SMALL))
+    image.save(buffer, format="PNG")
+    size = f"{seen.width} x {seen.height}, {counted(seen.tokens, 'token')}"
+    data = base64.b64encode(buffer.getvalue()).decode()
+    return TextSpan(f"[{seen.name}: {size}]", False, picture=f"data:image/png;base64,{data}")
 
 
 def _trained(ids: Sequence[int], labels: Sequence[int]) -> list[int]:
