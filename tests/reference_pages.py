@@ -261,10 +261,15 @@ def _section(cls: type) -> Iterator[str]:
     yield "| setting | value | default | what it is |\n|---|---|---|---|"
     for name, setting in settings(cls).items():
         default = "**required**" if setting.is_required else f"`{_default(setting)}`"
+        if setting.section is not None:
+            default = "see below"
         cells = [f"`{name}`", setting.expected, default, setting.doc]
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
     yield ""
     for name, setting in settings(cls).items():
+        if setting.section is not None:
+            yield f"#### `{name}`\n"
+            yield from _section(setting.section)
         for variant, one in setting.variants.items():
             yield f"#### `{name}: {variant}`\n"
             yield from _section(one)

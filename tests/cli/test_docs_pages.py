@@ -39,7 +39,9 @@ def test_every_setting_of_every_section_is_documented():
 
 def sections():
     for setting in settings(Recipe).values():
-        yield from [setting.section] if setting.section else setting.choices.values()
+        for cls in [setting.section] if setting.section else setting.choices.values():
+            yield cls
+            yield from filter(None, (inner.section for inner in settings(cls).values()))
     yield Recipe
 
 

@@ -122,6 +122,7 @@ class DataSection:
     """With ``streaming``: shuffle within blocks of this many examples. Training starts when the
     first block is encoded."""
     media: MediaSection = field(default_factory=MediaSection)
+    """Where the pictures of rows are, and how large they may be."""
     cache_dir: Path | None = None
     """Folder for encoded datasets (default: ``surefoot`` in the user's cache folder)."""
 
