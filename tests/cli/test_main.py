@@ -11,8 +11,7 @@ from commands import ok, refused, run
 from surefoot import __version__
 from surefoot.cli.main import listed
 from surefoot.data.rows._row_sources import find_files
-from surefoot.errors import DataError
-from surefoot.storage.files import explain
+from surefoot.errors import DataError, explain
 
 HEAVY = {"torch", "transformers", "peft", "pydantic", "numpy", "rich", "datasets", "asyncio"}
 HEAVY |= {"ruamel", "pyarrow", "tokenizers", "importlib.metadata"}

@@ -9,7 +9,7 @@ import pytest
 from checkpoint.sample import blank, same_states
 from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.verification import find_latest, verify
-from surefoot.errors import CheckpointError
+from surefoot.errors import CheckpointError, explain
 from surefoot.storage import files
 
 from . import scene
@@ -58,7 +58,7 @@ def test_an_error_at_any_call_loses_nothing(start, calls, scratch, code, stride)
             with_system(System(fails(code), at), partial(scene.act, root))
         except CheckpointError as error:
             refused += 1
-            assert files.explain(OSError(code, "")).split(";")[0].split(" (")[0] in str(error), (
+            assert explain(OSError(code, "")).split(";")[0].split(" (")[0] in str(error), (
                 f"{calls[at]}: {error}"
             )
         scene.check(root, start[1])

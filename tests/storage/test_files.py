@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from checkpoint.sample import num_open
 from crash.system import But, refusing
-from surefoot.errors import CheckpointError, RunError
+from surefoot.errors import CheckpointError, RunError, explain
 from surefoot.storage import files
 
 
@@ -177,7 +177,7 @@ def test_links_are_followed_only_where_asked(tmp_path):
     assert files.open_file(tmp_path / "link").read(0, 1) == b"x"
     with pytest.raises(OSError) as caught:
         files.open_file(tmp_path / "link", follow=False)
-    assert "symbolic link" in files.explain(caught.value)
+    assert "symbolic link" in explain(caught.value)
 
 
 def test_nothing_outside_a_folder_is_opened_through_it(tmp_path):
@@ -196,7 +196,7 @@ def test_nothing_outside_a_folder_is_opened_through_it(tmp_path):
 def test_errors_carry_the_whole_path(tmp_path):
     with pytest.raises(FileNotFoundError) as caught:
         files.open_inside(tmp_path, "sub/file")
-    assert files.explain(caught.value) == f"{tmp_path}/sub/file: it does not exist"
+    assert explain(caught.value) == f"{tmp_path}/sub/file: it does not exist"
 
 
 def test_a_lock_is_held_until_the_file_is_closed(tmp_path):
@@ -300,10 +300,10 @@ def test_the_hash_is_the_published_xxh3_128():
     ],
 )
 def test_errors_say_what_to_do(code, said, words):
-    assert words in files.explain(OSError(code, said or os.strerror(code), "/a"))
-    assert words.removeprefix("/a: ") in files.explain(OSError(code, said or os.strerror(code)))
-    assert words in files.explain(OSError(code, said or os.strerror(code), b"/a"))
-    assert files.explain(OSError("odd")) == "odd"
+    assert words in explain(OSError(code, said or os.strerror(code), "/a"))
+    assert words.removeprefix("/a: ") in explain(OSError(code, said or os.strerror(code)))
+    assert words in explain(OSError(code, said or os.strerror(code), b"/a"))
+    assert explain(OSError("odd")) == "odd"
 
 
 def test_an_error_of_the_system_becomes_the_callers_error():

@@ -12,7 +12,14 @@ import click
 from click.shell_completion import CompletionItem
 
 from .. import __version__
-from ..errors import OUT_OF_MEMORY, LostPeerError, OutOfMemoryError, SurefootError, shortened
+from ..errors import (
+    OUT_OF_MEMORY,
+    LostPeerError,
+    OutOfMemoryError,
+    SurefootError,
+    explain,
+    shortened,
+)
 from ..extensions import bundled_commands, entries, imported
 from ..log import configure
 from ..terminal_text import visible
@@ -133,8 +140,6 @@ class Commands(click.Group):
                 raise
             if ctx.params["verbose"]:
                 traceback.print_exc()
-            from ..storage.files import explain  # 25 modules, which `--help` does not need
-
             raise Failure(explain(error)) from error
         except click.UsageError as error:
             raise click.UsageError(shortened(error.format_message()), error.ctx) from error

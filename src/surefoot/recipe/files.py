@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..checkpoint.disk.commit import named, step_of
-from ..errors import RecipeError
+from ..errors import RecipeError, explain
 from ..storage import files
 
 MAX_BYTES = 1_000_000
@@ -43,7 +43,7 @@ def read_text(path: Path, *, follow: bool = True) -> str:
         raise RecipeError(f"{path}: no such file{_near(path)}") from None
     except OSError as error:
         error.filename = None  # it is said
-        raise RecipeError(f"{path}: cannot be read: {files.explain(error)}") from None
+        raise RecipeError(f"{path}: cannot be read: {explain(error)}") from None
     return _decode(raw, path)
 
 

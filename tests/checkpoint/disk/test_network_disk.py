@@ -13,7 +13,7 @@ from surefoot.checkpoint.disk.retention import RetentionPolicy
 from surefoot.checkpoint.looking.listing import PruneOptions, plan_pruning, untrained
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.checkpoint.verification import verify
-from surefoot.errors import CheckpointError
+from surefoot.errors import CheckpointError, explain
 from surefoot.storage import files, folder_lock
 
 
@@ -113,7 +113,7 @@ def test_a_checkpoint_that_somebody_reads_is_deleted_later(silly, tmp_path):
     saved = save(tmp_path, 1, sample_states(1))
     with (saved / "model.safetensors").open(), pytest.raises(OSError, match="busy") as caught:
         delete(saved)
-    assert "another process still has it open" in files.explain(caught.value)
+    assert "another process still has it open" in explain(caught.value)
     assert not saved.exists()
     assert len(clean(tmp_path)) == 1
     assert list(tmp_path.iterdir()) == []

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, explain
 from ...storage import files
 from .commit import committed, delete, step_of
 from .folder import open_checkpoint
@@ -182,7 +182,7 @@ def pinned(root: Path) -> set[int]:
     except FileNotFoundError:
         return set()
     except OSError as error:
-        raise CheckpointError(f"{files.explain(error)}; repair or delete the file") from None
+        raise CheckpointError(f"{explain(error)}; repair or delete the file") from None
     except ValueError as error:
         raise CheckpointError(f"{path}: cannot be read ({error}); repair or delete it") from None
     if not isinstance(steps, list) or any(type(step) is not int for step in steps):

@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, explain
 from ...parallel.sharding import Box
 from ...storage import files
 from ..disk.commit import delete, part_of, refuse_existing, step_of, temporary_folder
@@ -226,7 +226,7 @@ def _forget(job: Job) -> str | None:
             if step_of(job.root / name) not in pins and files.exists(job.root / name):
                 delete(job.root / name)
     except OSError as error:
-        return f"cannot delete an old checkpoint: {files.explain(error)}"
+        return f"cannot delete an old checkpoint: {explain(error)}"
     except CheckpointError as error:
         return f"cannot delete old checkpoints: {error}"
     return None
@@ -432,7 +432,7 @@ def _reported(
     try:
         written = write_files(folder)
     except OSError as error:
-        return {"error": files.explain(error)}, 0
+        return {"error": explain(error)}, 0
     except CheckpointError as error:
         return {"error": str(error)}, 0
     report = {**vars(written), "pieces": [dump_piece(piece) for piece in written.pieces]}

@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...errors import RecipeError, RunError, installation
-from ...storage.files import append_line, explain, make_folder, raising, rename, write_aside
+from ...errors import RecipeError, RunError, explain, installation
+from ...storage.files import append_line, make_folder, raising, rename, write_aside
 from ..callback import Context, Metrics, TrainerCallback, TrainerControl, TrainerState
 
 if TYPE_CHECKING:
