@@ -115,5 +115,7 @@ def test_the_parts_that_it_freezes_are_frozen(kind, folder):
     tower = translated(folder, kind, finetuning_type="full", freeze_multi_modal_projector=False)
     assert tower.method.frozen_modules == ("tower",)
     assert translated(folder, kind, finetuning_type="lora").method.name == "lora"
+    with pytest.raises(RecipeError, match="use_badam: its blocks have the tower"):
+        translated(folder, kind, finetuning_type="full", use_badam=True)
     with pytest.raises(RecipeError, match="freeze_vision_tower: only finetuning_type: full"):
         translated(folder, kind, finetuning_type="lora", freeze_vision_tower=False)

@@ -93,6 +93,8 @@ def test_a_row_of_text_has_no_pictures_and_its_ids_are_those_of_text(codec, base
     example = read(tmp_path, asked("say <|im_end|> it", None))
     item = encoded(codec, example)
     assert seen_in(item) == []
+    typed = encoded(codec, read(tmp_path, asked(f"say {MEDIUM}<|im_end|> it", None)))
+    assert list(typed["input_ids"]) == list(item["input_ids"])
     (alone,) = pictures.text_codec(codec).encode_chats([example])[0]
     assert list(item["input_ids"]) == list(alone["input_ids"])
 
@@ -118,6 +120,8 @@ def test_where_a_picture_stands_in_a_row(content, images, expected, tmp_path):
     [
         ("<image><image>", ["1.png"], "has 1 pictures, and the texts have 2 places"),
         ("<image>", ["1.png", "2.png"], "has 2 pictures, and the texts have 1 places"),
+        (f"{MEDIUM} <image>", ["1.png"], r"the character U\+F0002"),
+        ("<image>", [], "has 0 pictures, and the texts have 1 places"),
         ("<image>", [5], "expected a path, a data URL or the bytes of a picture, got int"),
         ("<image>", ["data:image/png;base64,??"], "a data URL that cannot be decoded"),
     ],
@@ -166,6 +170,10 @@ def test_bytes_of_a_row_are_kept_and_read_again(kind, files, tmp_path):
         ("cut.png", "truncated or damaged"),
         ("text.png", "truncated or damaged"),
         ("deep.png", "16 or 32 bits"),
+        ("two.gif", "2 frames"),
+        ("noise:0,64,64", "no such file"),
+        ("kept:aaaa", "no such file"),
+        ("inline:aaaa", "no such file"),
         ("pipe.png", "not a regular file"),
     ],
 )
@@ -183,6 +191,8 @@ def test_a_bad_file_is_refused_by_name(kind, name, why, files, codec, tmp_path):
     (tmp_path / "cut.png").write_bytes(buffer.getvalue()[:-2000])
     (tmp_path / "text.png").write_text("no picture")
     Image.fromarray(np.full((8, 8), 40000, np.uint16)).save(tmp_path / "deep.png")
+    frames = [Image.new("L", (8, 8), shade) for shade in (0, 255)]
+    frames[0].save(tmp_path / "two.gif", save_all=True, append_images=frames[1:])
     os.mkfifo(tmp_path / "pipe.png")
     with pytest.raises(DataError, match=f"picture {name}: .*{why}"):
         codec.encode_chats([read(tmp_path, asked("<image>", [name]))])

@@ -14,6 +14,7 @@ THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # of a message, i
 Dicts = Sequence[Mapping[str, object]]  # messages or tools, as chat templates take them
 Spans = list[tuple[int, int]]  # first and one past the last character
 MEDIUM = "\U000f0002"  # in the content of a message: a picture stands here
+MEDIA_COLUMN = "media"  # of encoded items: the pictures of each, as JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,7 @@ class Message:
     fields: JSON = field(
         default_factory=dict, hash=False
     )  # its other keys, for templates that read them
-    media: tuple[str | bytes | None, ...] = ()  # the pictures of its content: path, or file; None
-    # where a column has it
+    media: tuple[str | bytes | None, ...] = ()  # of its content: path or file; None: in a column
 
     @property
     def is_empty(self) -> bool:

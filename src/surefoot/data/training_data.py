@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from ..batch import Features
 from ..errors import DataError, counted
 from .data_order import Index, Mixing, hold_out, mixed
-from .example import BrokenRow, Example
-from .media.files import COLUMN, seen_in
+from .example import MEDIA_COLUMN, BrokenRow, Example
+from .media.files import seen_in
 from .order.loader import NOTHING, Shuffle
 from .rows.catalog import Catalog, check_rows
 from .rows.registry import DatasetEntry
@@ -80,8 +80,8 @@ class TrainingData(Generic[Examples_co]):
         if self.whole is None:
             return True
         stores = [store for data in (self.whole, *self.evals.values()) for store in data.stores]
-        columns = [store.features[COLUMN] for store in stores if COLUMN in store.features]
-        return any(column.offsets[-1] > 0 for column in columns)
+        columns = [store.features.get(MEDIA_COLUMN) for store in stores]
+        return any(column is not None and column.offsets[-1] > 0 for column in columns)
 
     def order(self, section: DataSection, *, seed: int) -> Shuffle:
         """The order of the training examples in each epoch; see ``Shuffle``."""

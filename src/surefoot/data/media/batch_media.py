@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...batch import Batch, Features
+from ..example import MEDIA_COLUMN
 from ..text.collation import split
 from .files import MediaFiles, Seen, seen_in
 from .processor import MediaProcessor
@@ -147,4 +148,4 @@ class PromptPictures:
 
 def has_pictures(features: Sequence[Features]) -> bool:
     """Whether any of some examples has one."""
-    return any(len(item.get("media", b"")) for item in features)
+    return any(len(item.get(MEDIA_COLUMN, b"")) for item in features)

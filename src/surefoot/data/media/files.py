@@ -22,18 +22,27 @@ import xxhash
 from ...batch import Features
 from ...errors import DataError, first_line
 from ...storage import files
+from ..example import MEDIA_COLUMN
 from ..section import MediaSection
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 Size = tuple[int, int]  # width and height in pixels
-COLUMN = "media"  # of encoded items: the pictures of each, as JSON
-NOISE = "noise:"  # in place of a path: a picture of noise, for checks: seed, width, height
-KEPT = "kept:"  # in place of a path: a file of the cache, by its digest; the row had its bytes
+_NOISE = "noise:"  # in place of a path: a picture of noise, for checks: seed, width, height
+_KEPT = "kept:"  # in place of a path: a file of the cache, by its digest; the row had its bytes
 _INLINE = "inline:"  # in place of a path: the file itself, where no cache is
 _MAX_BYTES = 1 << 28
 _ORIENTATION, _QUARTER_TURNED = 0x0112, 5  # of EXIF: from this value on, width is height
+
+
+class Noise(str):
+    """A picture of noise, for checks; the text of a row is none, whatever it says."""
+
+    @classmethod
+    def of(cls, seed: int, width: int, height: int) -> Noise:
+        """The same picture every time."""
+        return cls(f"{_NOISE}{seed},{width},{height}")
 
 
 class Seen(NamedTuple):
@@ -49,12 +58,12 @@ class Seen(NamedTuple):
     def name(self) -> str:
         """The name of its file, for people."""
         is_inline = self.path.startswith(_INLINE)
-        return self.digest if is_inline else self.path.removeprefix(KEPT)
+        return self.digest if is_inline else self.path.removeprefix(_KEPT)
 
 
 def seen_in(item: Features) -> list[Seen]:
     """The pictures of an encoded item, in the order of their placeholders."""
-    column = item.get(COLUMN, b"")
+    column = item.get(MEDIA_COLUMN, b"")
     data = column if isinstance(column, bytes) else np.asarray(column, np.uint8).tobytes()
     return [Seen(*each) for each in json.loads(data)] if data else []
 
@@ -76,12 +85,20 @@ class MediaFiles:
     def look(self, source: str | bytes) -> Seen:
         """A picture of a row, by its header; its tokens are not known here. Raises ``DataError``:
         there is none, or the model would see another one."""
+        if isinstance(source, Noise):
+            return Seen(source, source, *_noise(source).size, 0)
         path = self._kept(source) if isinstance(source, bytes) else source
-        if path.startswith(NOISE):
-            return Seen(path, path, *_noise(path).size, 0)
+        if isinstance(source, str) and path.startswith((_NOISE, _KEPT, _INLINE)):
+            path = f"./{path}"  # a file of that name, of which nothing but a path is meant
         data = self._read(path)
         with _opened(data) as image:
             width, height = image.size
+            frames = getattr(image, "n_frames", 1)
+            if frames > 1 and image.format != "MPO":  # telephones add a thumbnail in this form
+                raise DataError(
+                    f"it has {frames} frames, of which the model would see the first alone; "
+                    "save that one"
+                )
             if image.mode.startswith("I") or image.mode == "F":
                 raise DataError(
                     "it has 16 or 32 bits a channel, of which all but the darkest would "
@@ -98,7 +115,7 @@ class MediaFiles:
         encoded."""
         from PIL import ImageOps
 
-        if seen.path.startswith(NOISE):
+        if seen.path.startswith(_NOISE):
             return _noise(seen.path)
         try:
             data = self._read(seen.path)
@@ -116,8 +133,8 @@ class MediaFiles:
         """The bytes of a file inside the folder."""
         if self.cache is None and path.startswith(_INLINE):
             return base64.b64decode(path.removeprefix(_INLINE))
-        if self.cache is not None and path.startswith(KEPT):
-            folder, name = self.cache, path.removeprefix(KEPT)
+        if self.cache is not None and path.startswith(_KEPT):
+            folder, name = self.cache, path.removeprefix(_KEPT)
         elif "://" in path or path.startswith("data:"):
             raise DataError("it is a URL, and none is fetched; download it first")
         else:
@@ -151,7 +168,7 @@ class MediaFiles:
         if not files.exists(path):
             files.make_folder(self.cache)
             files.write_aside(path, data)
-        return KEPT + name
+        return _KEPT + name
 
     def _fitted(self, size: Size) -> Size:
         """A size within the limit of pixels, of the same shape."""
@@ -187,6 +204,6 @@ def _verify(data: bytes) -> None:
 def _noise(path: str) -> Image:
     import PIL.Image
 
-    seed, width, height = map(int, path.removeprefix(NOISE).split(","))
+    seed, width, height = map(int, path.removeprefix(_NOISE).split(","))
     dice = np.random.default_rng(seed)
     return PIL.Image.fromarray(dice.integers(0, 255, (height, width, 3), np.uint8))

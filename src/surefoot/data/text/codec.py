@@ -25,6 +25,7 @@ from ...errors import DataError, TemplateError
 from ..example import (
     EMPTY,
     JSON,
+    MEDIA_COLUMN,
     MEDIUM,
     Dicts,
     Dropped,
@@ -35,7 +36,7 @@ from ..example import (
     items_of,
 )
 from ..media.batch_media import BatchMedia
-from ..media.files import COLUMN, NOISE, Seen, as_column
+from ..media.files import Noise, Seen, as_column
 from ..section import DataSection
 from ._tokenization import Bounds, RenderedText, Tokenization, Tokens, canonical
 from .templates import AUTO, Template, check_row_arguments
@@ -145,7 +146,7 @@ class Codec:
         """The same, and the pictures that the ids have the placeholders of. Raises ``DataError``:
         the model reads none, or one of them is missing or damaged."""
         messages = self._with_system(messages)
-        sources = [source for message in messages for source in message.media if source]
+        sources = sources_of(messages)
         if sources and self.media is None:
             raise DataError(f"the conversation has pictures, and {self.why_text}")
         dicts, schemas, marked = self._protected(messages, tools)
@@ -312,6 +313,8 @@ class Codec:
     ) -> tuple[Dicts, Dicts | None, bool]:
         """Messages and tools for the template, and whether they contain marks around plain text."""
         messages = [self._thinking(message) for message in messages]
+        if self.media is not None:  # no text stands for a picture
+            messages = [m if m.media else without_marks(m) for m in messages]
         dicts = message_dicts(messages, self._renderer, self.template.thoughts)
         schemas = tool_dicts(tools)
         marked = self._chat.spells_control([dicts, schemas])
@@ -394,7 +397,7 @@ class Codec:
         if any(messages[i].is_empty for i in trained if messages[i].role == "assistant"):
             return EMPTY
         messages = messages[: trained[-1] + 1]
-        sources = [source for message in messages for source in message.media if source]
+        sources = sources_of(messages)
         if sources and self.media is None:
             raise DataError(
                 f"{example.origin}: the row has pictures, and {self.why_text}; leave such rows "
@@ -491,7 +494,7 @@ class Codec:
         if whole:
             placed = processor.token_ids
             labels = [IGNORE_INDEX if i in placed else n for i, n in zip(ids, labels, strict=True)]
-        return {"input_ids": ids, "labels": labels, COLUMN: as_column(whole)}
+        return {"input_ids": ids, "labels": labels, MEDIA_COLUMN: as_column(whole)}
 
     def picture_probe(self) -> list[Features]:
         """Two short conversations about pictures of noise, which stand at other offsets."""
@@ -499,7 +502,7 @@ class Codec:
         for number, words in enumerate(
             ("one", "what is it, and where, and why is it there, if it is")
         ):
-            noise = f"{NOISE}{number},{96 + 64 * number},96"
+            noise = Noise.of(number, 96 + 64 * number, 96)
             question = Message("user", f"{words} {MEDIUM} then?", media=(noise,))
             examples.append(Example((question, Message("assistant", f"{words} is the answer"))))
         section = replace(self.section, cutoff_len=None, mask_history=False)
@@ -511,6 +514,16 @@ class Codec:
                 f"data.template: {self.template.name} cannot write a picture: {why}"
             )
         return items
+
+
+def sources_of(messages: Sequence[Message]) -> list[str | bytes]:
+    """The pictures of a conversation, in the order of their placeholders."""
+    return [source for message in messages for source in message.media if source]
+
+
+def without_marks(message: Message) -> Message:
+    """A message without the characters that would stand for pictures, of which it has none."""
+    return replace(message, content=message.content.replace(MEDIUM, ""))
 
 
 @dataclass(frozen=True, slots=True)

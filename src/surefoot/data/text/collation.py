@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ...batch import IGNORE_INDEX, Batch, Features
+from ..example import MEDIA_COLUMN
 
 
 def collate(features: Sequence[Features], *, packing: bool) -> Batch:
@@ -127,7 +128,7 @@ def join(chosen: Features, rejected: Features) -> Features:
 
 
 def _pictures(item: Features) -> Features:
-    return {name: column for name, column in item.items() if name == "media"}
+    return {MEDIA_COLUMN: item[MEDIA_COLUMN]} if MEDIA_COLUMN in item else {}
 
 
 def _first_label(item: Features) -> int:

@@ -5,15 +5,14 @@ All other trainers have transformers' training arguments, too, so these rules ho
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
-from ...errors import RecipeError
+from ...data.rows.registry import FILE, read_registry
+from ...errors import DataError, RecipeError
 from ...optim import OPTIMIZERS
 from ...parallel.section import launched
 from ...recipe.files import read_text
@@ -61,13 +60,14 @@ def _pictures(arguments: GivenArguments) -> Settings:
     """Where pictures are, how large they may be and which parts of the model are frozen, if an
     entry of a dataset names a column of pictures. Every picture is made smaller there before the
     model's processor sees it."""
-    entries = {}
-    with suppress(OSError, ValueError):  # reading the datasets says what is wrong
-        text = (Path(str(arguments["dataset_dir"])) / "dataset_info.json").read_text("utf-8")
-        entries = json.loads(text)
+    try:
+        registry = read_registry(Path(str(arguments["dataset_dir"])) / FILE)
+    except DataError:  # opening the datasets says what is wrong
+        return {}
     names = [*(arguments["dataset"] or ()), *(arguments["eval_dataset"] or ())]
-    columns = [(entries.get(name) or {}).get("columns") or {} for name in names]
-    if not any("images" in each for each in columns):
+    entries = [entry for name in names if isinstance(entry := registry.get(name), Mapping)]
+    columns = [entry.get("columns") for entry in entries]
+    if not any(isinstance(each, Mapping) and each.get("images") for each in columns):
         return {}
     settings: Settings = {"data.media.max_pixels": arguments["image_max_pixels"]}
     if folder := arguments["media_dir"]:
@@ -75,6 +75,9 @@ def _pictures(arguments: GivenArguments) -> Settings:
     frozen = [part for part, name in _FREEZES.items() if arguments[name]]
     if arguments["finetuning_type"] == "full" and not arguments["use_badam"]:
         return settings | {"method": {"full": {"frozen_modules": frozen}}}
+    if arguments["use_badam"]:
+        message = "its blocks have the tower, too, which is frozen there; remove it"
+        raise RefusedError("use_badam", message)
     if trained := [name for part, name in _FREEZES.items() if part not in frozen]:
         message = "only finetuning_type: full trains it here; adapters are of the language model"
         raise RefusedError(trained[0], message)

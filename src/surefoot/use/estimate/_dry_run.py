@@ -27,7 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ...batch import Batch, with_router_loss
 from ...data.media.batch_media import BatchMedia
-from ...data.media.files import NOISE, Seen
+from ...data.media.files import Noise, Seen
 from ...errors import ModelError, first_line
 from ...model.numerics import autocast
 from ...model.packed_attention import set_attention
@@ -291,7 +291,7 @@ def of_pictures(dry_run: DryRunModel, media: BatchMedia, pictures: Sequence[Seen
     Raises ``NotRehearsedError``: these layers cannot be run alone."""
     inner = dry_run.network.inner
     largest = max(pictures, key=lambda each: each.tokens)
-    noise = f"{NOISE}0,{largest.width},{largest.height}"
+    noise = Noise.of(0, largest.width, largest.height)
     tensors = media.processor.tensors([[media.files.decode(largest._replace(path=noise))]])
     try:
         features = inner.get_image_features  # of transformers' models that read pictures

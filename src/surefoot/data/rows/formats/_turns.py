@@ -275,12 +275,14 @@ def with_pictures(
     """The messages with the pictures of a column where they stand: at the marks ``<image>`` and at
     parts without a picture of their own, or, if there are none, before the first question, as TRL
     has it. Raises ``DataError``: there are more or fewer of them."""
-    listed = structure(row, column) if isinstance(row.get(column or ""), list) else None
     value = row.get(column) if column else None
-    listed = value if listed is None and value not in EMPTY else listed
-    pictures = listed if isinstance(listed, list) else [] if listed is None else [listed]
+    pictures = value if isinstance(value, list) else [] if value in EMPTY else [value]
     sources = [_source_of(each, f"column {column!r}") for each in pictures]
-    if sources:
+    if sources or any(message.media for message in messages):
+        for message in messages:
+            if message.content.count(MEDIUM) != len(message.media):
+                raise DataError("a text has the character U+F0002, which stands for a picture here")
+    if sources or isinstance(value, list):  # without the column, a mark is text
         messages = tuple(map(_marked, messages))
     count = sum(message.media.count(None) for message in messages)
     users = [i for i, message in enumerate(messages) if message.role == "user"]
