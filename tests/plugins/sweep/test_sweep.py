@@ -53,6 +53,9 @@ def test_trials_are_ordinary_runs_and_the_best_recipe_is_written(project, done):
     rate = found["trials"][found["best"]]["values"]["optim.adamw.learning_rate"]
     assert best.optim.learning_rate == rate
     assert best.train.output_dir == folder / f"best-trial-{found['best']:04d}", "of its own"
+    code, _, err = surefoot("train", folder / "best.yaml", "train.max_steps=1")
+    assert code == 0, err
+    assert not (folder / f"trial-{found['best']:04d}/checkpoint-1").exists()
 
 
 def wait_for(condition, process):
