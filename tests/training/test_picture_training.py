@@ -20,7 +20,7 @@ from surefoot.data.media.files import seen_in
 from surefoot.data.order.micro_batches import without_labels
 from surefoot.data.rows.formats import TRL, OpenAI
 from surefoot.data.text.collation import collate, split
-from surefoot.errors import DataError, ModelError, RecipeError
+from surefoot.errors import DataError, ModelError
 from surefoot.model import isolation
 from surefoot.model.isolation import PromptSharing, use_packed
 from surefoot.model.outputs import compute, logprob_head_of
@@ -225,7 +225,8 @@ def test_a_picture_that_changes_while_a_run_waits_stops_it_by_name(kind, run, tm
 
 @pytest.mark.parametrize("kind", ["qwen2_vl"])
 def test_rows_with_pictures_are_refused_where_ranks_share_their_tokens(kind, run):
-    with pytest.raises(RecipeError, match=r"parallel\.sequence_parallel: rows with pictures"):
+    where = r"the row has pictures, and ranks of parallel\.sequence_parallel cannot share them"
+    with pytest.raises(DataError, match=where):
         run(parallel={"tp": 2, "sequence_parallel": True})
 
 

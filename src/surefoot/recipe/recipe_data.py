@@ -102,6 +102,9 @@ def open_codec(recipe: Recipe, base: Path) -> Codec:
     section = settled(recipe, base).data
     if not recipe.stage.reads_pictures:
         return Codec(tokenizer, template, section, None, "only stage: sft and stage: dpo read them")
+    if recipe.parallel.sequence_parallel:
+        why = "ranks of parallel.sequence_parallel cannot share them"
+        return Codec(tokenizer, template, section, None, why)
     cache = recipe.data.cache_dir or default_folder()
     try:
         media = media_of(recipe.model, recipe.data, base, tokenizer, cache)

@@ -33,7 +33,7 @@ from ..training.trainer import Trainer
 from ..training.windows import Windows, num_steps
 from . import _data_loading as data_loading
 from .code_files import check_code, code_of
-from .contexts import RunColumns, build_evaluation, precompute, probes_of, served_policy
+from .contexts import RunColumns, build_evaluation, picture_probes, precompute, served_policy
 from .foreign_resume import ForeignTrainer, detect_trainer
 from .from_python import AS_IN_THE_RECIPE, StageParts
 from .models import check_models, find_bases, open_auxiliary
@@ -117,7 +117,7 @@ def build(
     code |= bases.record() if trial is None and world.is_main else {}
     data, feeder = data_loading.open_data(recipe, codec, base, world)
     longest = data_loading.longest_document(recipe, data)
-    probes = probes_of(recipe, codec, data)
+    probes = picture_probes(recipe, codec) if data.has_pictures else ()
     saved = start is not None and start.has_base and recipe.method.saves_base_model
 
     def opened(needs_start: bool) -> Network:

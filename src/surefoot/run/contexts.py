@@ -16,7 +16,6 @@ from ..data.store.dataset import EncodedDataset
 from ..data.text.codec import Codec
 from ..data.text.collation import collate
 from ..data.training_data import AnyData
-from ..errors import RecipeError
 from ..model.loading import resolve
 from ..model.numerics import derive
 from ..network.network import Network
@@ -226,18 +225,6 @@ def collation_of(recipe: Recipe, codec: Codec | None = None) -> Collation:
     if codec is not None and codec.media is not None:
         media = replace(codec.media, make_spare=lambda: without_labels(codec.picture_probe()[0]))
     return Collation(recipe.stage.collate, recipe.data.packing, media=media)
-
-
-def probes_of(recipe: Recipe, codec: Codec, data: AnyData) -> Sequence[Probe]:
-    """Documents with pictures, for the check of packed rows; none if the run has text alone. Raises
-    ``RecipeError``: the ranks cannot share pictures as the recipe has it."""
-    if codec.media is None or not data.has_pictures:
-        return ()
-    if data.whole is not None and recipe.parallel.sequence_parallel:
-        raise RecipeError(
-            "parallel.sequence_parallel: rows with pictures are not divided among ranks; remove it"
-        )
-    return picture_probes(recipe, codec)
 
 
 def picture_probes(recipe: Recipe, codec: Codec) -> Sequence[Probe]:
