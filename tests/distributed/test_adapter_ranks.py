@@ -1,12 +1,13 @@
-"""Adapters other than LoRA on two ranks: they learn what one rank learns, and resume exactly."""
+"""Adapters other than plain LoRA on two ranks: they learn what one learns, and resume exactly."""
 
 import pytest
 import torch
 
 import folders
 import ranks
+from adapted import gpt2
 from spread import learn, resume, save
-from surefoot.methods import OFT, VeRA
+from surefoot.methods import OFT, LoRA, VeRA
 from surefoot.parallel.world import ALONE
 from test_experts import in_files
 from test_startup import begun
@@ -45,3 +46,20 @@ def test_two_ranks_train_what_one_does_and_resume_to_the_same_bits(method, axis,
     assert all(torch.equal(one[name], other[name]) for name in one)
     for ours, theirs in zip(figures, expected, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-5, rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:fan_in_fan_out")
+def test_shards_of_transposed_weights_start_with_the_same_magnitudes(tmp_path):
+    gpt2(tmp_path / "model")
+
+    def work(world):
+        return save(
+            begun(world, tmp_path / "model", method=LoRA(rank=3, dora=True)),
+            tmp_path / f"{world.size}",
+        )
+
+    alone = in_files(work(ALONE))
+    found = in_files(ranks.run(2, work, dp_shard=2)[0])
+    assert found.keys() == alone.keys()
+    for name, tensor in alone.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-6)
