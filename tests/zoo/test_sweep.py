@@ -9,6 +9,7 @@ SAMPLE = {  # what broke once, in a few seconds
     "afmoe": ["packed", "resume"],
     "llama4_text": ["packed"],
     "gemma3n_text": ["full"],
+    "gptj": ["packed"],
 }
 
 

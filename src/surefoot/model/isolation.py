@@ -284,7 +284,7 @@ def _agree(together: torch.Tensor, alone: torch.Tensor) -> bool:
 
 
 def _long_row(model: PreTrainedModel, longest: int, *, is_alone: bool, is_bounded: bool) -> Batch:
-    """A long document, alone or behind another one; its last positions are trained. Its tokens look
+    """A long document, alone or behind others; its last positions are trained. Its tokens look
     random, and are the same every time."""
     config = model.config.get_text_config()
     units = max(2, -(-longest // _UNIT))
@@ -295,7 +295,10 @@ def _long_row(model: PreTrainedModel, longest: int, *, is_alone: bool, is_bounde
     if not is_alone and not uses_document_attention(model):
         # masks of an architecture may end where its positions do; distances in bfloat16 are exact
         # up to 256 columns only (ALiBi of Falcon in transformers 5.24)
-        lengths[0] = min(max(most if isinstance(most, int) else 0, _LEAST), _MOST)
+        before = min(max(most if isinstance(most, int) else 0, _LEAST), _MOST)
+        # several, if it has fewer positions: GPT-J looks up each in a table
+        longest_before = min(most if isinstance(most, int) else before, before)
+        lengths[:1] = [longest_before] * -(-before // longest_before)
     parts = [torch.arange(n) for n in lengths]
     ids = torch.cat([(n * n * 31 + n * 17 + len(n)) % config.vocab_size for n in parts])
     labels = torch.full_like(ids, IGNORE_INDEX)
