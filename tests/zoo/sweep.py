@@ -12,7 +12,7 @@ import warnings
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import project
 import ranks
@@ -40,6 +40,8 @@ def prepare(name, folder):
     model = architectures.build(name, **known, eos_token_id=0, bos_token_id=0)
     model.save_pretrained(folder / "model")
     tokens.save_pretrained(folder / "model")
+    # For some types transformers takes a class of their own, whatever the files say (qwen2).
+    AutoTokenizer.from_pretrained(folder / "model").save_pretrained(folder / "model")
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)) + "\n")
     (folder / "dataset_info.json").write_text(json.dumps({"rows": {"file_name": "rows.jsonl"}}))
     return {
