@@ -51,6 +51,7 @@ def once(method: Callable[[S], T]) -> Callable[[S], T]:
 
     @wraps(method)
     def computed(self: S) -> T:
+        # Frozen dataclasses forbid assignments, not this; cached_property makes no method.
         if name not in self.__dict__:
             self.__dict__[name] = method(self)
         cached: T = self.__dict__[name]
@@ -241,6 +242,7 @@ class CastSource:
         return values.to(self._target(values.dtype))
 
     def _target(self, dtype: torch.dtype) -> torch.dtype:
+        # 8-bit floats are quantized values; what they mean depends on scales in other tensors.
         return self.dtype if dtype.is_floating_point and dtype.itemsize > 1 else dtype
 
 
@@ -350,6 +352,7 @@ def copy(
         _make_room(folder, stem)
         _write(source, folder, plans, progress or silent)
         if len(plans) > 1:
+            # The index comes last: without it transformers sees no model in these files.
             files.write_aside(folder / f"{stem}.safetensors.index.json", dump_index(plans))
         files.sync_folder(folder)
 
@@ -399,6 +402,8 @@ def _write(
             file = stack.enter_context(files.create(path))
             stack.callback(_remove, path)
             file.lock()
+            # All are reserved before one is filled: a full disk ends
+            # the copy before its first byte.
             file.reserve(plan.header.file_size)
             file.bypass_cache()
             opened.append(file)

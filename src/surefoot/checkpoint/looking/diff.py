@@ -304,6 +304,7 @@ def norm(values: torch.Tensor) -> float:
     largest = max(abs(float(end)) for end in values.aminmax()) if values.numel() else 0.0
     if largest == 0 or math.isinf(largest):  # a difference may overflow
         return largest
+    # Then neither the squares nor their sum leave the range of float64, 1e-308 to 1e308.
     if 1e-140 < largest < 1e140:
         return math.sqrt(float(values.dot(values)))
     return largest * math.sqrt(float((values / largest).square().sum()))

@@ -101,6 +101,7 @@ def _list_run(root: Path) -> list[CheckpointLine]:
     rows = [_line(folder) for folder in named(root)]
     best_steps = (state.best_step for line, state in reversed(rows) if line.problem is None)
     best = next(best_steps, None)  # as the latest that can be read says
+    # One chain: equal to the best step, and there is one.
     lines = [replace(line, is_best=line.step == best is not None) for line, _ in rows]
     names = files.list_folder(root)
     return _with_disk(lines) + [_leftover(root / name) for name in names if is_leftover(name)]

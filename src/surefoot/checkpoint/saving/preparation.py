@@ -340,6 +340,7 @@ def still_in(role: FileRole, tensors: Described, moments: Collection[str]) -> Co
     still = tensors.keys() - trained_names(moments)
     sizes = {name: num_bytes(*described) for name, described in tensors.items()}
     share = sum(sizes[name] for name in still) / max(sum(sizes.values()), 1)
+    # A share of 1 is a save without an optimizer: nothing is known to be frozen.
     return still if WORTH_SHARING <= share < 1 else set()
 
 

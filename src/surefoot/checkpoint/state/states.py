@@ -305,6 +305,8 @@ def _key(key: object, where: str) -> Skeleton:
 
 def _leaf(value: object, where: str) -> Skeleton:
     kind = type(value)
+    # The type itself, not its subclasses: a numpy.float64 is a float, and
+    # would come back as a plain one.
     if value is None or kind in (bool, str):
         return value
     if kind is int:
