@@ -161,6 +161,7 @@ class LoRA(AdapterMethod):
             settings[name] = dict(pattern) if isinstance(pattern, Mapping) else {}
         settled = super().continued(adapter)
         if isinstance(scaled := adapter.get("lora_alpha"), int | float):
+            # Twice the rank is what an unset alpha means, and no choice to record.
             is_usual = self.alpha is None and scaled == 2 * settled.rank
             settings["alpha"] = None if is_usual else float(scaled)
         settings["new_tokens"] = bool(adapter.get("trainable_token_indices"))

@@ -81,6 +81,7 @@ def _computed(
                 iterations=rule.iterations,
                 seed=seed_of(seed, stacked.name),
             ).to(next(iter(stacked.factors("lora_A").values())).dtype)
+        # Not strict: in the last turn there are fewer layers than ranks.
         yield from zip(turn, world.gathered(local_factors), strict=False)
 
 

@@ -181,6 +181,8 @@ class RealTensors:
 
     def shard(self, draft: Draft) -> None:
         """Matrices over ``tp``, then what is left over the data axes."""
+        # PEFT's generate runs the inner model, past a wrapper that FSDP2 would take
+        # for the root (decisions/0035).
         model = draft.inner if draft.options.only_generates else draft.module
         values = None if draft.values is None else draft.values.of(model)
         cuts = _shard(draft)

@@ -139,10 +139,12 @@ class WholeEngine:
         losses = []
         for index, batch in enumerate(window):
             before(index)
+            # Forward alone: between it and backward no rank waits in a collective (decisions/0047).
             with vote_on_memory(self.world):
                 here = batch.to(device())
                 loss = loss_of(self.runner.run(here, spec), here)
             loss.total.backward()  # type: ignore[no-untyped-call]
+            # The log keeps losses, and must not keep the graph of each micro-batch with them.
             losses.append(loss.detach())
             after(index)
         return losses

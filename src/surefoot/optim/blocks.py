@@ -114,6 +114,7 @@ class EntryTurns:
         """A number that is another one if other entries are trained in ``turn``."""
         drawn = self.seed if self.is_scattered else None
         text = f"{self.ratio} {self.interval} {drawn} {turn}"
+        # 63 bits: it is saved as a tensor of int64, which has a sign.
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 

@@ -184,6 +184,8 @@ class DPO(Stage):
         answers_P2, lengths_P2 = self.answers(outputs, batch), batch.extras["answer_lengths"]
         lengths_P2 = lengths_P2.view(-1, 2)
         is_there_P = (lengths_P2 > 0).all(1)
+        # A rank that has run out of examples has pairs without labels: 0 / 0 there would reach
+        # every gradient as NaN, also through where().
         counts_P2 = lengths_P2.clamp(min=1)
         likelihood_P = -answers_P2[:, 0] / counts_P2[:, 0]
         logps_P2 = self._without_tails(answers_P2, lambda: self.tails(outputs, batch))

@@ -215,6 +215,7 @@ class GRPO(OnPolicy):
         is_cut = [self.mask_truncated_completions and rollout.is_cut for rollout in rollouts]
         if self._is_kl_in_reward:
             kls = self._kls(context, rollouts, is_cut)
+            # fsum() rounds once, so the figure does not depend on the order of responses.
             figures["kl"] = math.fsum(kls) / len(kls)
             pairs = zip(rewards, kls, strict=True)
             groups = self._groups([None if r is None else r - self.beta * kl for r, kl in pairs])
@@ -296,6 +297,8 @@ class GRPO(OnPolicy):
         """The negative surrogate and the KL penalty, averaged as ``average_over`` says."""
         assert outputs.logps is not None
         logps_N, extras = outputs.logps, batch.extras
+        # In a single step the policy is the one that sampled: the ratio is 1, and its
+        # gradient that of the log-probability.
         old_N = extras["old"].to(logps_N) if "old" in extras else logps_N.detach()
         gains_N, is_clipped_N = self._surrogate.compute(self._positions(logps_N, old_N, extras))
         measured = {"clip_ratio": is_clipped_N.to(logps_N)}
