@@ -46,6 +46,7 @@ def best_of(checkpoint: Path) -> str | None:
     if not recipe.is_file():
         recipe = checkpoint / RUN_RECIPE
     try:
+        # No link: in a stranger's run it would show another file of this machine.
         train = parse(read_text(recipe, follow=False)).data["train"]  # type: ignore[index]
         step = TrainerStateFile.of(load_trainer_state(checkpoint)).best_step
     except (RecipeError, CheckpointError, KeyError, TypeError):

@@ -107,6 +107,7 @@ def _head_reads_last_hidden_states(model: PreTrainedModel) -> bool:
             stack.callback(inner.register_forward_hook(leaving).remove)
         model(input_ids=ids, use_cache=False, **{"attention_mask": None, **one_document(model, 2)})
     head, last = seen["head"], seen["last"]
+    # A slice of all positions is another object, but a view of the same one (`_base`).
     owners = [tensor if tensor._base is None else tensor._base for tensor in (head, last)]
     return owners[0] is owners[1] and head.shape == last.shape
 

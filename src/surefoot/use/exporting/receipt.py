@@ -133,6 +133,7 @@ def read_receipt(target: Path) -> Receipt:
             )
         origin = {n: v for n, v in content.pop("made_from").items() if n != "manifest"}
         entries = content.pop("files")
+        # Without the times of files: an artefact is copied to where it is served.
         identities = {name: FileIdentity(**entry, stamp="") for name, entry in entries.items()}
         return Receipt(
             artefact=Artefact(**content.pop("artefact")),
