@@ -200,6 +200,7 @@ def _differences(progress: MindSporeProgress, trainer: Trainer) -> Iterator[str]
     step = _step(progress, trainer.windows.loader)
     peak = trainer.policy.step.optimizer.param_groups[0]["lr"]
     now, was = peak * trainer.policy.step.schedule.factor(step), progress.learning_rate
+    # Theirs is a float32, which has seven digits.
     if was and not any(math.isclose(was, rate, rel_tol=1e-5) for rate in (peak, now)):
         yield f"its learning rate is {was:.4g}; the next one here is {now:.4g}, of at most {peak:g}"
 

@@ -487,6 +487,7 @@ def write_distributed(
             every = {**boxes, **whole}
             file = file_of(naming.file(rank), {**tensors, **numbers}, [*every], every, metadata)
             key = file.plan.head, tuple(boxes.values())
+            # Ranks that are replicas have equal files, which need the space of one.
             if key not in written or not files.share(written[key], rank_folder / file.plan.name):
                 write_file(rank_folder, file, source, progress)
                 written[key] = rank_folder / file.plan.name
