@@ -227,8 +227,8 @@ def parse(text: bytes, file_size: int, where: str) -> Header:
         name: _entry(value, start, f"{where}: tensor {name[:200]!r}") for name, value in raw.items()
     }
     end = start
+    # By length, too: an empty tensor has the offset of the one behind it.
     for name, entry in sorted(
-        # By length, too: an empty tensor has the offset of the one behind it.
         entries.items(), key=lambda item: (item[1].offset, item[1].num_bytes)
     ):
         if entry.offset != end:
