@@ -90,6 +90,7 @@ def _experts(
     model: PreTrainedModel, stored: Mapping[str, Shape], where: str
 ) -> dict[str, FusedPlacement]:
     """The weights of experts, each a matrix in the files."""
+    # Mamba's have three dimensions, too.
     convolutions = {id(m.weight) for m in model.modules() if isinstance(m, nn.Conv1d)}
     parameters = model.named_parameters()
     fused = [name for name, p in parameters if p.ndim == 3 and id(p) not in convolutions]
@@ -150,6 +151,7 @@ class WeightScheme:
         groups = 1 if self.group_size is None else columns // self.group_size
         scales = {SCALE: ((rows, groups), dtype)}
         if self.format == "pack-quantized":
+            # The last word of a row may be only partly full.
             words = -(-columns * self.args.num_bits // 32)
             return {
                 "weight_packed": ((rows, words), torch.int32),
@@ -261,6 +263,7 @@ class QuantizedSource:
         weight, role, shape, _ = self._parts()[name]
         if role == SHAPE:
             return torch.tensor(self.source.shapes()[weight])[box.slices_in(Box.whole(shape))]
+        # All columns, whatever the box: the groups of a scale must be complete.
         columns = self.source.shapes()[weight][1]
         step = max(1, _CHUNK // columns)
         parts = []
