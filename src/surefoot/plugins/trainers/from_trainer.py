@@ -103,6 +103,7 @@ def load_trainer_checkpoint(folder: Path, trainer: Trainer, *, trust_pickle: boo
     by_module = moments_by_name(saved, policy.module, folder / OPTIMIZER)
     expect_adamw(policy.step.optimizer, folder / OPTIMIZER)
     num_updates = max(int(values["step"]) for values in by_module.values())
+    # Fewer is possible, since an overflow of fp16 skips an update; more is not.
     if num_updates > progress.global_step:
         raise CheckpointError(
             f"{folder}: {OPTIMIZER} has made {counted(num_updates, 'update')}, but "
@@ -188,6 +189,7 @@ def _differences(
 def _numbers(value: object) -> tuple[object, ...] | None:
     """The numbers of a setting, to compare; None if it is something else."""
     numbers = tuple(value) if isinstance(value, list | tuple) else (value,)
+    # Not isinstance, by which True is a number.
     return numbers if all(type(number) in (int, float) for number in numbers) else None
 
 
@@ -197,6 +199,7 @@ def _scale(saved: object, where: Path) -> dict[str, float] | None:
         return None
     scale = saved.get("scale") if isinstance(saved, Mapping) else None
     calm = saved.get("_growth_tracker", 0) if isinstance(saved, Mapping) else 0
+    # The bounds refuse NaN and infinity, too.
     if not isinstance(scale, int | float) or not 0 < scale < 1e30 or not isinstance(calm, int):
         raise CheckpointError(f"{where}: it is not the state of torch's GradScaler")
     return {"scale": float(scale), "calm_steps": calm}
@@ -298,12 +301,14 @@ def _is_base(source: TensorSource, name: str, policy: nn.Module) -> bool:
     ours = policy.state_dict().get(name)
     if ours is None or tuple(ours.shape) != source.shapes()[name]:
         return False
+    # By value: name and shape are the same in both cases.
     return torch.equal(read_whole(source, name).to(ours.dtype), ours.cpu())
 
 
 def _refuse_other_meaning(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     """Reject an adapter with equal tensors but other settings."""
     where = folder / ADAPTER_CONFIG
+    # Versions of PEFT differ in how they write what is unset.
     unset: tuple[object, ...] = (None, False, "none", {}, [])
     for name in _MEANING:
         was, now = theirs.get(name), ours.get(name)
@@ -320,6 +325,7 @@ def _refuse_other_meaning(folder: Path, theirs: dict[str, Any], ours: dict[str, 
             "its moments belong to that base only; this run's base is the original model"
         )
     base, here = str(theirs.get("base_model_name_or_path")), str(ours["base_model_name_or_path"])
+    # The last part only: the same base may lie in another folder, or in a cache.
     if Path(base).name not in here:
         logger.warning(
             "%s: the adapter was trained on %s, this run's base is %s", where, base, here

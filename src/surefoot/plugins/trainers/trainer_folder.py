@@ -147,6 +147,7 @@ def read_progress(folder: Path) -> TrainerProgress:
         total_flos=_number(content, "total_flos", where, 0),
         log_history=[{k: v for k, v in r.items() if type(v) in (int, float)} for r in log],
     )
+    # -1: any other name may be the user's choice.
     if step_of(folder) not in (-1, progress.global_step):
         raise CheckpointError(
             f"{where}: it is of step {progress.global_step}, but the folder is {folder.name}: "
@@ -159,6 +160,7 @@ def _number(
     content: Mapping[str, Any], name: str, where: Path, default: float | None = None
 ) -> float:
     value = default if content.get(name) is None else content[name]
+    # The bounds refuse NaN and infinity, which the Trainer writes into its JSON.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e30:
         raise CheckpointError(f"{where}: {name} must be a number, found {str(value)[:40]!r}")
     return value
