@@ -86,6 +86,7 @@ def _float(value: object) -> float:
 
 def _int(value: object) -> int:
     number = _float(value)
+    # 1e3 is a float in YAML, and a whole number there.
     if number % 1:
         raise ValueError
     return int(number)
@@ -93,6 +94,7 @@ def _int(value: object) -> int:
 
 def _list(value: object) -> list[object]:
     if isinstance(value, list):
+        # Each word of a command line may have commas of its own.
         return [part for item in value for part in _list(item)]
     return [part.strip() for part in _text(value).split(",") if part.strip()]
 

@@ -154,6 +154,7 @@ def read_command_line(words: Sequence[str]) -> tuple[Document, list[str]]:
 def _is_override(word: str) -> bool:
     """Whether a word sets a field of a recipe: ``optim.adamw.learning_rate=1e-5``."""
     path, equals, _ = word.partition("=")
+    # A path of a file may have a dot and an equals sign, too.
     return bool(equals) and "." in path and "/" not in path
 
 
@@ -171,6 +172,7 @@ def _value(key: str, words: Sequence[str]) -> object:
             return json.loads(word)
         except ValueError:
             raise RecipeError(f"{_LINE}: --{key}: not valid JSON: {word}") from None
+    # `none` is a value of report_to.
     return None if word.lower() in ("none", "null") and key != "report_to" else word
 
 

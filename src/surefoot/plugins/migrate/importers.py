@@ -48,6 +48,7 @@ def programs_of(data: Mapping[str, object]) -> list[str]:
     most, theirs = max(counts.values()), len(data.keys() & ARGUMENTS.keys())
     has_shared = bool(data.keys() & PROGRAMS["transformers"].arguments.keys())
     is_shared = has_shared and not data.keys() & _ONLY_LLAMAFACTORY
+    # Half of the keys or fewer are known by chance: the names of sections, for example.
     if most < theirs or (most == theirs and not is_shared) or 2 * most <= len(data):
         return []
     return [name for name, count in counts.items() if count == most]
