@@ -201,6 +201,7 @@ def watch(places: tuple[str, ...], *, metrics: tuple[str, ...], once: bool, ever
                 shown, is_running = look()
                 live.update(shown, refresh=True)
                 after = 0 if is_running else after + 1
+    # The alternate screen is gone, and what it showed last with it.
     screen.print(shown)
 
 

@@ -140,6 +140,7 @@ def tail(path: Path, length: int) -> bytes:
             data = file.read(start, file.size - start)
     except OSError:
         return b""
+    # The first line may have been cut.
     return data.partition(b"\n")[2] if start else data
 
 
@@ -158,8 +159,10 @@ class Summaries:
         train, evaluation, is_broken = last_rows(folder)
         facts = self._facts_of(folder)
         steps = [row.get("step") for row in (beat, train, end)]
+        # Each is written at another moment; the largest is the latest.
         step = max((value for value in steps if type(value) is int), default=None)
         most = beat.get("max_steps", step if state.name == "complete" else None)
+        # Clocks differ: a heartbeat of another machine may be of the future.
         silent = max(0.0, time.time() - since) if (since := figure(beat.get("time"))) else None
         metric = facts.get("best_metric", "eval_loss")
         return {
