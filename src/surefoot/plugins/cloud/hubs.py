@@ -101,6 +101,7 @@ def _damaged(folder: Path) -> Iterator[tuple[Path, str]]:
         kind = _KINDS.get(len(blob.name)) if _HASH.fullmatch(blob.name) else None
         if kind is None or _mark_of(blob).exists():
             continue
+        # git hashes this line before the content.
         head = b"blob %d\0" % blob.stat().st_size if kind == "sha1" else b""
         if (digest := digest_of(blob, kind, head)) != blob.name:
             yield path, f"its hash is {digest}, expected {blob.name}"
@@ -141,6 +142,7 @@ def _prefetch(kind: Kind, name: str, revision: str | None, chosen: _Chosen) -> N
     listed = {each.rfilename: each for each in found.siblings or ()}
     cache = Path(constants.HF_HUB_CACHE) / f"{kind}--{name.replace('/', '--')}" / "blobs"
     wanted = filter_repo_objects(listed, allow_patterns=chosen[0], ignore_patterns=chosen[1])
+    # Two processes would append to the same part.
     with locked(default_cache().with_name("hub") / kind / name):
         for path in sorted(wanted):
             size, lfs, git = listed[path].size, listed[path].lfs, listed[path].blob_id
@@ -149,6 +151,7 @@ def _prefetch(kind: Kind, name: str, revision: str | None, chosen: _Chosen) -> N
                 continue
             if size > constants.MAX_HTTP_DOWNLOAD_SIZE:  # which is left to Xet
                 continue
+            # The commit that was listed: `main` may move in the meantime.
             url = hf_hub_url(name, path, repo_type=kind.removesuffix("s"), revision=found.sha)
             logger.info("downloading %s of %s: %d bytes", path, name, size)
             kind_of_hash = "sha256" if lfs is not None else "hash in git"

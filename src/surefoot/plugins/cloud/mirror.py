@@ -215,6 +215,7 @@ class Mirror:
         self._leaving = set()  # no save is on its way any more that would drop them
         self._wait()
         if self._failure is None:
+            # Metrics and results of the end are newer than the last checkpoint.
             self._start(run_files=True)
             self._wait()
         if self._failure is not None:
@@ -244,6 +245,7 @@ class Mirror:
     ) -> None:
         try:
             is_lost = isinstance(error, LostPeerError)  # a run that starts again must not wait
+            # KeyboardInterrupt is no Exception: nobody waits for an upload then.
             if error is None or (isinstance(error, Exception) and not is_lost):
                 self.finish()
         except CheckpointError as failure:
@@ -252,6 +254,7 @@ class Mirror:
             logger.error("%s", failure)
         finally:
             if self._worker is not None:
+                # One that still uploads finishes by itself, and is not waited for.
                 self._worker.release(wait=self._task is None)
 
 

@@ -121,6 +121,7 @@ class StoredRun:
     def _bring(self, names: Iterable[str]) -> None:
         """Download some of the run's files."""
         for name in names:
+            # A listing may have any names, and must not lead out of the folder.
             if is_plain_name(name) and self.there.files[name] <= MAX_RUN_FILE:
                 data = self.store.read(name)
                 with files.raising(RunError, f"cannot copy {self.address}/{name}"):
