@@ -67,10 +67,10 @@ class PipelinedModel:
             own, self.model, elsewhere, names - mine, second, self.world, own.kind, own.small_files
         )
 
-    def optimizer(self, own: TrainedParameters) -> PipelinedOptimizer:
+    def optimizer(self, trained: TrainedParameters) -> PipelinedOptimizer:
         """The optimizer state of this rank as one of the full model's."""
         elsewhere = set(self.learning) - set(self._learning_here())
-        return PipelinedOptimizer(own, elsewhere, self._copies(), self.world)
+        return PipelinedOptimizer(trained, elsewhere, self._copies(), self.world)
 
     def copies(self) -> set[nn.Parameter]:
         """The parameters here that count on another rank."""

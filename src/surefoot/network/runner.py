@@ -166,9 +166,9 @@ class WholeEngine:
                 stack.enter_context(gathered(module, inner, again=again))
             yield
 
-    def optimizer_state(self, own: TrainedParameters) -> ShardedState:
+    def optimizer_state(self, trained: TrainedParameters) -> ShardedState:
         """It already is that of the full model's."""
-        return own
+        return trained
 
     def replicas(self) -> Collection[nn.Parameter]:
         """There are none."""
@@ -205,9 +205,9 @@ class PipelineEngine:
             "parallel.pp: a pipeline cannot generate yet; leave pp at 1 and use parallel.dp_shard"
         )
 
-    def optimizer_state(self, own: TrainedParameters) -> ShardedState:
+    def optimizer_state(self, trained: TrainedParameters) -> ShardedState:
         """With the names of what other ranks hold. A collective call."""
-        return self.staging.optimizer(own)
+        return self.staging.optimizer(trained)
 
     def replicas(self) -> Collection[nn.Parameter]:
         """Of a weight that both ends have, the second: no norm counts it twice."""

@@ -241,12 +241,12 @@ class ShardLoader:
 
 
 def select_prompt_sharing(
-    sharing: PromptSharing, model: PreTrainedModel, known: bool | None
+    sharing: PromptSharing, model: PreTrainedModel, was_proven: bool | None
 ) -> bool:
     """Whether packed rows of ``model`` share prompts: as the check says, which depends on rounding,
-    at least for experts; so a resumed run keeps what is ``known``."""
-    if known is not None and uses_document_attention(model):
-        sharing.is_proven = known
+    at least for experts; so a resumed run keeps what ``was_proven``."""
+    if was_proven is not None and uses_document_attention(model):
+        sharing.is_proven = was_proven
     return sharing.is_proven
 
 

@@ -74,8 +74,8 @@ def update_size(sizes: Sequence[int], bf16_weights: str) -> int:
     """Bytes that an update of bfloat16 parameters of these ``sizes`` takes for a moment."""
     if bf16_weights == "nearest":
         return 0
-    most = max((sum(bucket) for bucket in buckets(sizes, lambda size: size, BUCKET)), default=0)
-    return most * (4 if bf16_weights == MASTER else 8)
+    largest = max((sum(bucket) for bucket in buckets(sizes, lambda size: size, BUCKET)), default=0)
+    return largest * (4 if bf16_weights == MASTER else 8)
 
 
 def offloaded_size(states: Sequence[tuple[int, int]]) -> int:

@@ -248,8 +248,8 @@ class _Builder:
         self.marks[path] = _mark(node)
         return self.build(node, path, depth + 1)
 
-    def _refuse_tag(self, node: Node, path: Keys, known: tuple[str, ...]) -> None:
-        if node.tag not in [TAG + name for name in known]:
+    def _refuse_tag(self, node: Node, path: Keys, names: tuple[str, ...]) -> None:
+        if node.tag not in [TAG + name for name in names]:
             shown = str(node.tag).replace(TAG, "!!")
             self._refuse(path, f"tags have no meaning in a recipe, got {shown}")
 

@@ -265,10 +265,10 @@ def delete(folder: Path) -> None:
     """Delete a checkpoint: rename it atomically, then free its space."""
     # Renamed first: a deletion that is cut short leaves no half checkpoint
     # under the name of a whole one.
-    gone = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.forgotten")
-    files.rename(folder, gone)
+    aside = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.forgotten")
+    files.rename(folder, aside)
     files.sync_folder(folder.parent)
-    files.remove_tree(gone)
+    files.remove_tree(aside)
 
 
 @contextlib.contextmanager

@@ -30,12 +30,12 @@ def chunked(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     first = tensors[0]
     if not first.numel():
         return
-    most = _ELEMENTS.get(first.device.type, _OTHERS)
-    if first.numel() <= most or not all(each.is_contiguous() for each in tensors):
+    max_elements = _ELEMENTS.get(first.device.type, _OTHERS)
+    if first.numel() <= max_elements or not all(each.is_contiguous() for each in tensors):
         yield tensors
         return
     rows = [each.view(-1, each.shape[-1] if first.ndim > 1 else 1) for each in tensors]
-    count = max(1, most // rows[0].shape[1])
+    count = max(1, max_elements // rows[0].shape[1])
     yield from zip(*(torch.split(each, count) for each in rows), strict=True)
 
 

@@ -144,9 +144,9 @@ class ObjectStores:
 
     def open_run(self, address: Address, folder: Path, *, seconds: float) -> StoredRun:
         """Open a run. Raises ``StoreError`` if the store cannot be used."""
-        found = _open(address, folder, seconds)
-        found.bring_recipe()
-        return found
+        run = _open(address, folder, seconds)
+        run.bring_recipe()
+        return run
 
     def fetch(self, address: Address, cache: Path | None = None, *, seconds: float = 600) -> Path:
         """The local copy of a checkpoint, or of the latest one of a run."""

@@ -139,12 +139,12 @@ def status_of(error: BaseException) -> int | None:
     """The HTTP status of a library's error, if it has one."""
     response = getattr(error.__cause__, "response", None) or getattr(error, "response", None)
     if isinstance(response, dict):
-        found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        return found if isinstance(found, int) else None
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return status if isinstance(status, int) else None
     for name in ("code", "status", "status_code"):
-        found = getattr(error, name, None)
-        if isinstance(found, int):
-            return found
+        status = getattr(error, name, None)
+        if isinstance(status, int):
+            return status
     return None
 
 

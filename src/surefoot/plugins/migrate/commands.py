@@ -180,18 +180,18 @@ def with_arguments(document: Document, overrides: Overrides) -> tuple[Document, 
     """``document`` with the overrides of its arguments (``learning_rate=1e-5``), and the others,
     of a recipe's fields."""
     if isinstance(overrides, Mapping):
-        theirs = {key: value for key, value in overrides.items() if key in ARGUMENTS}
+        arguments = {key: value for key, value in overrides.items() if key in ARGUMENTS}
         others: Overrides = {k: value for k, value in overrides.items() if k not in ARGUMENTS}
     else:
         others = [word for word in overrides if not _sets_argument(word)]
-        theirs = dict(_argument_of(word) for word in overrides if _sets_argument(word))
-    if not theirs or not isinstance(document.data, Mapping):
+        arguments = dict(_argument_of(word) for word in overrides if _sets_argument(word))
+    if not arguments or not isinstance(document.data, Mapping):
         return document, others
-    origins: dict[Keys, str] = {(name,): f"{_LINE}: {name}" for name in theirs}
+    origins: dict[Keys, str] = {(name,): f"{_LINE}: {name}" for name in arguments}
     return (
         replace(
             document,
-            data={**document.data, **theirs},
+            data={**document.data, **arguments},
             overrides={**document.overrides, **origins},
         ),
         others,

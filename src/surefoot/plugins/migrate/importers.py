@@ -121,8 +121,8 @@ def _whose(data: Mapping[str, object]) -> str | None:
     inner = chain.from_iterable(value for value in data.values() if isinstance(value, Mapping))
     for key in (*data, *inner):
         if key in _OTHERS:
-            has = "a recipe has model, data, stage, train"
-            return f"this is a file of {_OTHERS[key]}, not a recipe; {has}"
+            advice = "a recipe has model, data, stage, train"
+            return f"this is a file of {_OTHERS[key]}, not a recipe; {advice}"
     if len(names := programs_of(data)) > 1:
         return (
             "these are settings of TRL, of transformers' Trainer or of LLaMA-Factory; `surefoot "

@@ -239,10 +239,10 @@ def _optimizer(arguments: GivenArguments) -> Settings:
     name = _optimizer_name(arguments)
     defaults = {field.name: field.default for field in fields(OPTIMIZERS[name])}
     settings: Settings = {"learning_rate": arguments["learning_rate"]}
-    for theirs, names in _OF_ADAM.items():
+    for argument, names in _OF_ADAM.items():
         for here in names:
-            if here in defaults and arguments[theirs] != defaults[here]:
-                settings[here] = arguments[theirs]
+            if here in defaults and arguments[argument] != defaults[here]:
+                settings[here] = arguments[argument]
     if arguments["loraplus_lr_ratio"] is not None:
         settings["learning_rates"] = {"lora_B": arguments["loraplus_lr_ratio"]}
     # Its blocks are trained in float32 there, above weights in half precision.

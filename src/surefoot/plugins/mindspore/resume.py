@@ -124,13 +124,13 @@ def _refuse_other(source: TensorSource, trainer: Trainer, folder: Path) -> None:
         for prefix in MOMENTS:
             moment_shape = shapes.get(prefix + name)
             if moment_shape != tuple(parameter.shape):
-                what = (
+                moments = (
                     "no moments"
                     if moment_shape is None
                     else f"moments of shape {list(moment_shape)}"
                 )
                 raise CheckpointError(
-                    f"{folder}: contains {what} of {name}, which is trainable in this run; to "
+                    f"{folder}: contains {moments} of {name}, which is trainable in this run; to "
                     f"start a new run from its weights, {_from_scratch(folder)}"
                 )
 

@@ -144,7 +144,7 @@ def _stored(matrix: QuantizedMatrix) -> torch.Tensor:
 
 def _refuse_infinite(values: Sequence[torch.Tensor], where: str) -> None:
     """Raise ``ModelError`` for what no weight can be calibrated on."""
-    if not all(one.isfinite().all() for one in values):
+    if not all(tensor.isfinite().all() for tensor in values):
         raise ModelError(
             f"{where}: what it computes of the training data contains NaN or infinite values; "
             "nothing was written"
@@ -243,11 +243,11 @@ class LinearCalls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute as without it."""
-        given = kwargs or {}
+        named = kwargs or {}
         if func is F.linear:
-            inputs, weight = (*args, *(given[n] for n in ("input", "weight") if n in given))[:2]
+            inputs, weight = (*args, *(named[n] for n in ("input", "weight") if n in named))[:2]
             self.seen(inputs, weight)
-        return func(*args, **given)
+        return func(*args, **named)
 
 
 def matrices_of(
@@ -337,7 +337,7 @@ class LayerwiseModel:
         finally:
             for index, layer in enumerate(layers):
                 places[index] = layer
-        return recorders[0].inputs, [one.calls for one in recorders]
+        return recorders[0].inputs, [recorder.calls for recorder in recorders]
 
     @contextmanager
     def loaded(self, index: int) -> Iterator[tuple[str, nn.Module]]:
@@ -471,8 +471,8 @@ def run(layer: nn.Module, hidden: torch.Tensor, call: Call) -> torch.Tensor:
     """The output of a layer."""
     args, kwargs = call
     with _unfit():
-        found = layer(hidden, *args, **kwargs)
-    output: torch.Tensor = found[0] if isinstance(found, tuple) else found
+        outputs = layer(hidden, *args, **kwargs)
+    output: torch.Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
     return output
 
 

@@ -195,8 +195,8 @@ class WeightScheme:
         bits of precision, rounding to 8 bits would go wrong by a step."""
         compressor = BaseCompressor.get_value_from_registry(self.format)
         state = {"weight": weight_OI.float(), SCALE: scales, "weight_zero_point": zeros}
-        found: dict[str, torch.Tensor] = compressor.compress(state, self.preset)
-        return found
+        tensors: dict[str, torch.Tensor] = compressor.compress(state, self.preset)
+        return tensors
 
     def config(self, ignored: list[str]) -> Mapping[str, Any]:
         """``quantization_config`` of a model whose modules ``ignored`` are not quantized."""
@@ -238,23 +238,23 @@ class QuantizedSource:
         """Weight, role, shape and dtype of every new tensor."""
         shapes, dtypes = self.source.shapes(), self.source.dtypes()
         return {
-            f"{name.removesuffix('weight')}{role}": (name, role, *found)
+            f"{name.removesuffix('weight')}{role}": (name, role, *shape_and_dtype)
             for name in shapes
             if name in self.weights
-            for role, found in self.scheme.parts(shapes[name], dtypes[name]).items()
+            for role, shape_and_dtype in self.scheme.parts(shapes[name], dtypes[name]).items()
         }
 
     @once
     def shapes(self) -> Mapping[str, Shape]:
         """Of the new tensors, and of the others."""
-        kept = {n: s for n, s in self.source.shapes().items() if n not in self.weights}
-        return kept | {name: part[2] for name, part in self._parts().items()}
+        unchanged = {n: s for n, s in self.source.shapes().items() if n not in self.weights}
+        return unchanged | {name: part[2] for name, part in self._parts().items()}
 
     @once
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """Of the new tensors, and of the others."""
-        kept = {n: d for n, d in self.source.dtypes().items() if n not in self.weights}
-        return kept | {name: part[3] for name, part in self._parts().items()}
+        unchanged = {n: d for n, d in self.source.dtypes().items() if n not in self.weights}
+        return unchanged | {name: part[3] for name, part in self._parts().items()}
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """Computed from the rows of the weight that it depends on."""

@@ -59,8 +59,8 @@ def is_trainer_checkpoint(folder: Path) -> bool:
 
 def latest_complete(folder: Path) -> Path | None:
     """The Trainer's latest checkpoint in ``folder`` whose save was not interrupted."""
-    theirs = (path for path in named(folder) if is_trainer_checkpoint(path))
-    return max((p for p in theirs if files.exists(p / STATE)), key=step_of, default=None)
+    checkpoints = (path for path in named(folder) if is_trainer_checkpoint(path))
+    return max((p for p in checkpoints if files.exists(p / STATE)), key=step_of, default=None)
 
 
 def pickles_in(folder: Path) -> list[str]:
