@@ -83,12 +83,12 @@ class FolderSource:
 
     @once
     def shapes(self) -> Mapping[str, Shape]:
-        """As stored."""
+        """From the headers of the files: no value is read."""
         return {name: place.entry.shape for name, place in self.weights.tensors.items()}
 
     @once
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        """As stored."""
+        """From the headers, too."""
         return {name: DTYPES[place.entry.dtype] for name, place in self.weights.tensors.items()}
 
     def read(self, name: str, box: Box) -> torch.Tensor:
@@ -229,7 +229,7 @@ class CastSource:
     dtype: torch.dtype
 
     def shapes(self) -> Mapping[str, Shape]:
-        """Unchanged."""
+        """A cast changes none."""
         return self.source.shapes()
 
     def dtypes(self) -> Mapping[str, torch.dtype]:

@@ -123,7 +123,7 @@ class LoRA(AdapterMethod):
         config: Mapping[str, Any],
         weights: Mapping[str, Shape],
     ) -> tuple[TensorSource, Mapping[str, Any]]:
-        """As it is."""
+        """It needs no change."""
         return adapter, config
 
     def apply(self, model: PreTrainedModel) -> nn.Module:
@@ -229,7 +229,7 @@ class LoRA(AdapterMethod):
 
     @property
     def is_sum(self) -> bool:
-        """It is."""
+        """Several updates together are one, whose rank is the sum of theirs."""
         return True
 
     def chosen(self, model: PreTrainedModel) -> Targets:

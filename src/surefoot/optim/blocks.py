@@ -33,7 +33,7 @@ class ParameterNames:
 
     @property
     def all(self) -> tuple[str, ...]:
-        """All of them."""
+        """All names, in the order of the model; the added ones last."""
         inside = (name for layer in self.layers for name in layer)
         return (*self.before, *inside, *self.after, *self.added)
 

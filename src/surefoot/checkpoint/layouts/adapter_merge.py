@@ -506,11 +506,11 @@ class ReplacedRows:
     rows: Mapping[str, tuple[str, Sequence[int]]]
 
     def shapes(self) -> Mapping[str, Shape]:
-        """Unchanged."""
+        """Those of the base: rows are replaced, and none is added."""
         return self.base.shapes()
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        """Unchanged."""
+        """Those of the base, to which the new rows are cast."""
         return self.base.dtypes()
 
     def read(self, name: str, box: Box) -> torch.Tensor:

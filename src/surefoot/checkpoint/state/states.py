@@ -84,15 +84,15 @@ class PartialState:
         self.whole.load_state_dict({**others, **state})
 
     def cuts_of(self, pointer: str) -> Cuts | None:
-        """As ``whole`` says."""
+        """The sharding of a tensor, which does not depend on the file that it is in."""
         return self.whole.cuts_of(pointer)
 
     def is_copy(self, pointer: str) -> bool:
-        """As ``whole`` says."""
+        """Whether another rank writes this tensor, to whichever file."""
         return self.whole.is_copy(pointer)
 
     def like(self, pointer: str) -> torch.Tensor | None:
-        """As ``whole`` says."""
+        """What a tensor that does not exist yet is loaded into."""
         return self.whole.like(pointer)
 
 

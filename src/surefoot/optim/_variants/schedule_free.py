@@ -42,7 +42,7 @@ class ScheduleFree(Adam):
 
     @property
     def points(self) -> ScheduleFree:
-        """Its own."""
+        """Gradients are computed at an average of two points, of which one is saved."""
         return self
 
     def update(self, update: Update) -> None:

@@ -298,7 +298,7 @@ class _Complete:
         raise HubError(missing)
 
     def note(self, folder: Path) -> None:
-        """It is complete."""
+        """Note that ``folder`` has all that was wanted."""
         download = {
             "folder": str(folder),
             "patterns": sorted(self.patterns),

@@ -47,7 +47,7 @@ _Hashes = tuple[str, str]  # sha256, and the hash that git has, empty for large 
 
 @dataclass(frozen=True, kw_only=True)
 class Destination:
-    """Where to, and how."""
+    """The repository to upload to, and what may happen to it."""
 
     name: str
     is_private: bool = True

@@ -68,7 +68,7 @@ class StoredRun:
 
     @property
     def address(self) -> Address:
-        """Where it is."""
+        """The URL of the run."""
         return self.store.address
 
     def get(self, name: str) -> Path:

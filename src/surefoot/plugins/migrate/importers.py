@@ -77,7 +77,7 @@ class TrainerImporter(Importer):
 
 @dataclass(frozen=True)
 class LlamaFactory(Importer):
-    """LLaMA-Factory."""
+    """Files and command lines of LLaMA-Factory."""
 
     title = "LLaMA-Factory"
 
@@ -104,7 +104,7 @@ class Unconverted(Importer):
         return _whose(data) is not None
 
     def convert(self, document: Document, overrides: Overrides) -> ConvertedFile:
-        """Raises ``RecipeError``."""
+        """Always raises ``RecipeError``, which says what to do instead."""
         assert isinstance(document.data, Mapping)
         raise document.error([Problem((), _whose(document.data) or "")])
 

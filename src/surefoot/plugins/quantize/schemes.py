@@ -56,7 +56,7 @@ class LinearLayers:
 
     @property
     def names(self) -> frozenset[str]:
-        """The same as a set."""
+        """``ordered`` as a set, in which names are looked up."""
         return frozenset(self.ordered)
 
 

@@ -181,7 +181,7 @@ class SurefootCheckpoints(TrainerCallback):  # type: ignore[misc]
         control.should_save = False
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The same."""
+        """Take over what was requested at the end of an epoch, too."""
         self.on_step_end(args, state, control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -313,7 +313,7 @@ class Generators:
     step: dict[str, Any] | None = None  # None: the next step is the first of an epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Both."""
+        """Both moments, for a checkpoint."""
         return {"epoch": self.epoch, "step": self.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

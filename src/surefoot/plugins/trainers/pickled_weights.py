@@ -99,7 +99,7 @@ class PickledSource:
         return {name: stored.shape for name, stored in self.tensors.items()}
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        """As stored."""
+        """Those in the files: float32 for what DeepSpeed trains."""
         return {name: stored.dtype for name, stored in self.tensors.items()}
 
     def read(self, name: str, box: Box) -> torch.Tensor:

@@ -59,6 +59,7 @@ def as_sequence_classification(
     score = Renamed(head, {SCORE: f"{_FILE}.weight"})
     changes: dict[str, object] = {
         "architectures": [type(classifier).__name__],
+        # transformers takes the number of labels, and so of outputs, from this.
         "id2label": {"0": "LABEL_0"},
         "label2id": {"LABEL_0": 0},
     }
