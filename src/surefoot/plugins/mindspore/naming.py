@@ -350,6 +350,7 @@ def _groups(
     if family.is_contiguous:
         return 1
     if len(parts) == len(_GATE_UP):
+        # Gate and up take turns with single rows.
         return shapes[parts[0]][0]
     keys = _needed(heads, name).keys
     for part in parts:

@@ -149,6 +149,7 @@ def _with_fused_moments(source: TensorSource, trainer: Trainer) -> TensorSource:
                 )
                 whole, tiles = fused_tensors.get(prefix + at.fused, (at.whole, ()))
                 fused_tensors[prefix + at.fused] = whole, (*tiles, tile)
+    # A stack with a hole would have whatever memory contains there.
     complete = {
         name: (whole, tiles)
         for name, (whole, tiles) in fused_tensors.items()

@@ -388,6 +388,7 @@ def _whole_numbers(value: object, where: str) -> tuple[int, ...]:
 def _layout(
     matrix: tuple[int, ...], maps: tuple[tuple[int, ...], ...], shards: tuple[int, int], where: str
 ) -> TensorLayout:
+    # A damaged file must not make a world of any size.
     if not matrix or min(matrix) < 1 or prod(matrix) > _MOST_DEVICES:
         raise CheckpointError(f"{where}: {list(matrix)[:8]} is no matrix of devices")
     return TensorLayout(matrix, maps, *shards)
