@@ -43,8 +43,8 @@ class _Job:
     @property
     def to_read(self) -> dict[str, Pieces]:
         """What to read: without the tensors of other pipeline stages."""
-        theirs = {name for name, tensor in self.current.items() if tensor.is_meta}
-        return {name: pieces for name, pieces in self.pieces.items() if name not in theirs}
+        elsewhere = {name for name, tensor in self.current.items() if tensor.is_meta}
+        return {name: pieces for name, pieces in self.pieces.items() if name not in elsewhere}
 
     def tree(self, tensors: Mapping[str, torch.Tensor], where: str) -> Any:
         if self.is_flat:

@@ -51,6 +51,7 @@ def once(method: Callable[[S], T]) -> Callable[[S], T]:
 
     @wraps(method)
     def computed(self: S) -> T:
+        # Frozen dataclasses forbid assignments, not this; cached_property makes no method.
         if name not in self.__dict__:
             self.__dict__[name] = method(self)
         cached: T = self.__dict__[name]
@@ -82,12 +83,12 @@ class FolderSource:
 
     @once
     def shapes(self) -> Mapping[str, Shape]:
-        """As stored."""
+        """From the headers of the files: no value is read."""
         return {name: place.entry.shape for name, place in self.weights.tensors.items()}
 
     @once
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        """As stored."""
+        """From the headers, too."""
         return {name: DTYPES[place.entry.dtype] for name, place in self.weights.tensors.items()}
 
     def read(self, name: str, box: Box) -> torch.Tensor:
@@ -228,7 +229,7 @@ class CastSource:
     dtype: torch.dtype
 
     def shapes(self) -> Mapping[str, Shape]:
-        """Unchanged."""
+        """A cast changes none."""
         return self.source.shapes()
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
@@ -241,6 +242,7 @@ class CastSource:
         return values.to(self._target(values.dtype))
 
     def _target(self, dtype: torch.dtype) -> torch.dtype:
+        # 8-bit floats are quantized values; what they mean depends on scales in other tensors.
         return self.dtype if dtype.is_floating_point and dtype.itemsize > 1 else dtype
 
 
@@ -350,6 +352,7 @@ def copy(
         _make_room(folder, stem)
         _write(source, folder, plans, progress or silent)
         if len(plans) > 1:
+            # The index comes last: without it transformers sees no model in these files.
             files.write_aside(folder / f"{stem}.safetensors.index.json", dump_index(plans))
         files.sync_folder(folder)
 
@@ -399,6 +402,8 @@ def _write(
             file = stack.enter_context(files.create(path))
             stack.callback(_remove, path)
             file.lock()
+            # All are reserved before one is filled: a full disk ends
+            # the copy before its first byte.
             file.reserve(plan.header.file_size)
             file.bypass_cache()
             opened.append(file)

@@ -199,6 +199,7 @@ class ConcurrentCheck:
                 for part in _parts_to_check(folder, stack, has_weights=folder in folders)
             ]
             self._files = stack.pop_all()
+        # The largest first, and every n-th for each of n ranks: shares are about equal.
         parts.sort(key=lambda part: part[2].num_bytes, reverse=True)
         self._pool = ThreadPoolExecutor(_HASHERS)
         self._running = [self._pool.submit(_check, *part) for part in parts[rank::num_ranks]]
@@ -263,6 +264,7 @@ def recover_latest(root: Path | str, *, from_scratch: str = MOVE_AWAY) -> Path |
     """
     root = Path(root)
     wait_for_orphans(root)
+    # After the wait: the save that outlived its run is the newest checkpoint, not a leftover.
     for leftover in clean(root):
         logger.info("removed %s, the temporary folder of an interrupted save", leftover.name)
     latest = find_latest(root)

@@ -123,7 +123,7 @@ class LoRA(AdapterMethod):
         config: Mapping[str, Any],
         weights: Mapping[str, Shape],
     ) -> tuple[TensorSource, Mapping[str, Any]]:
-        """As it is."""
+        """It needs no change."""
         return adapter, config
 
     def apply(self, model: PreTrainedModel) -> nn.Module:
@@ -161,6 +161,7 @@ class LoRA(AdapterMethod):
             settings[name] = dict(pattern) if isinstance(pattern, Mapping) else {}
         settled = super().continued(adapter)
         if isinstance(scaled := adapter.get("lora_alpha"), int | float):
+            # Twice the rank is what an unset alpha means, and no choice to record.
             is_usual = self.alpha is None and scaled == 2 * settled.rank
             settings["alpha"] = None if is_usual else float(scaled)
         settings["new_tokens"] = bool(adapter.get("trainable_token_indices"))
@@ -228,7 +229,7 @@ class LoRA(AdapterMethod):
 
     @property
     def is_sum(self) -> bool:
-        """It is."""
+        """Several updates together are one, whose rank is the sum of theirs."""
         return True
 
     def chosen(self, model: PreTrainedModel) -> Targets:

@@ -57,6 +57,7 @@ class OFT(AdapterMethod):
         targets = super().chosen(model)
         for name in targets.modules:
             layer: Any = model.get_submodule(name)
+            # transformers' Conv1D has no in_features, and stores its weight as [inputs, outputs].
             inputs = getattr(layer, "in_features", None) or layer.weight.shape[0]
             if inputs % self.block_size:
                 raise RecipeError(

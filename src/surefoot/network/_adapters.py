@@ -79,8 +79,11 @@ def _computed(
                 stacked.layer.r[TRAINED],
                 stacked.scale,
                 iterations=rule.iterations,
+                # By name, so that values do not depend on which rank computes
+                # them, nor on how many there are.
                 seed=seed_of(seed, stacked.name),
             ).to(next(iter(stacked.factors("lora_A").values())).dtype)
+        # Not strict: in the last turn there are fewer layers than ranks.
         yield from zip(turn, world.gathered(local_factors), strict=False)
 
 

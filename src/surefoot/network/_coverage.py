@@ -51,6 +51,8 @@ def coverage(
         if is_added(wrapped):
             continue
         name = plain_name(wrapped)
+        # PEFT freezes the original of a module that it trains in full
+        # (`modules_to_save`), as a copy beside it.
         is_full = parameter.requires_grad or ".original_module." in wrapped
         full = IN_TURN if parameter in alternates else FULL
         trained = ADAPTER if name in updated else full if is_full else f"no: {why[name]}"

@@ -53,6 +53,7 @@ def fused_projection(
     if not _FUSED.search(name):
         return None
     projection = _linear(name, attention) or _of_heads(name, shape, attention, config)
+    # What does not add up is unknown: a wrong split trains, and nothing shows it (decisions/0046).
     is_right = projection is not None and sum(projection.parts) == shape[0]
     return projection if is_right else FusedProjection()
 
@@ -130,6 +131,7 @@ def _layout(
     shape = [*parameter.shape[-2:]][:: -1 if is_transposed else 1]
     usual = ParameterKind(is_matrix=True, is_transposed=is_transposed)
     if leaf in _HALVES and shape[0] % 2 == 0:
+        # transformers' word for fused experts: in GPT-OSS, gates and ups take turns.
         half, is_whole = shape[0] // 2, getattr(module, "is_concatenated", True)
         return replace(usual, parts=(half, half), num_groups=1 if is_whole else half)
     config = inner.config.get_text_config()
@@ -189,6 +191,8 @@ def names_by_part(
     added = {parameter for head in heads for parameter in head.parameters()}
     before, after, is_behind = list[str](), list[str](), False
     for parameter in module.parameters():
+        # The order of parameters in the module is that of its layers: what comes after the first of
+        # them and is in none is behind them.
         is_behind |= parameter in inside
         if parameter in names and parameter not in inside | added:
             (after if is_behind else before).append(names[parameter])

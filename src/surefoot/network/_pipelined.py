@@ -46,6 +46,7 @@ class PipelinedModel:
     def stretches(self) -> list[LayerRange]:
         """The layers of each stage of this rank."""
         last = self.stages.last
+        # Without the stubs, which stand for layers of other stages and have nothing to shard.
         return [
             LayerRange(
                 [x for x in run if not isinstance(x, IdentityStub)], number == 0, number == last
@@ -67,10 +68,10 @@ class PipelinedModel:
             own, self.model, elsewhere, names - mine, second, self.world, own.kind, own.small_files
         )
 
-    def optimizer(self, own: TrainedParameters) -> PipelinedOptimizer:
+    def optimizer(self, trained: TrainedParameters) -> PipelinedOptimizer:
         """The optimizer state of this rank as one of the full model's."""
         elsewhere = set(self.learning) - set(self._learning_here())
-        return PipelinedOptimizer(own, elsewhere, self._copies(), self.world)
+        return PipelinedOptimizer(trained, elsewhere, self._copies(), self.world)
 
     def copies(self) -> set[nn.Parameter]:
         """The parameters here that count on another rank."""
@@ -101,6 +102,7 @@ class PipelinedModel:
                 return outputs.hidden_states(model, *self._whole(batch, hidden))
 
         tied = None
+        # A collective call: stages between the ends, which have no such weight, make it, too.
         if any(self.world.of_stages(self.tied)):
             self._check_tied(cuts)
             parameter = None if self.tied is None else model.get_parameter(self.tied)
@@ -179,6 +181,7 @@ def to_pipeline(
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         for name, tensor in weights.state_dict().items()
     }
+    # Stages in turn, not in a row: each rank has early layers and late ones, and idles less.
     stages = keep(inner, range(world.pp_rank, num_stages, world.pp), num_stages)
     here = dict(model.named_parameters())
     return PipelinedModel(

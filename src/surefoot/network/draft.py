@@ -164,6 +164,7 @@ class RealTensors:
             return
         draft.module, draft.values = draft.start.apply(method)
         if not draft.options.is_read:
+            # The checkpoint that is loaded afterwards has all values.
             draft.values = ShardLoader({}, {})
 
     def divide(self, draft: Draft) -> None:
@@ -181,6 +182,8 @@ class RealTensors:
 
     def shard(self, draft: Draft) -> None:
         """Matrices over ``tp``, then what is left over the data axes."""
+        # PEFT's generate runs the inner model, past a wrapper that FSDP2 would take
+        # for the root (decisions/0035).
         model = draft.inner if draft.options.only_generates else draft.module
         values = None if draft.values is None else draft.values.of(model)
         cuts = _shard(draft)
@@ -282,6 +285,7 @@ def from_config(
 
 def read_heads(draft: Draft) -> None:
     """Read heads from the folder that is opened; those that are not there start at 0."""
+    # The folder that was trained last comes first.
     candidates = (draft.section.adapter, draft.options.weights, draft.base)
     folders = [folder for folder in candidates if folder is not None]
     stored = stored_heads(draft.heads, folders) if draft.options.is_read else {}
@@ -321,6 +325,7 @@ def method_of(draft: Draft, attach_from: Callable[[PreTrainedModel, Path], nn.Mo
         adapt = method.apply
     if not draft.section.frozen_adapters:
         return adapt
+    # On the meta device there is nothing to read files into.
     is_read = attach_from is not attach_empty
     return lambda model: add_adapters(adapt(model), draft.section.frozen_adapters, is_read=is_read)
 

@@ -457,11 +457,11 @@ def size_of_save(network: Network, optim: Optimizer) -> int:
 
 def check_disk(folder: Path, size: int) -> None:
     """Raise ``RunError`` if the disk of ``folder`` has no room for one checkpoint."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
     if size > free:
         raise RunError(
-            f"train.output_dir: one checkpoint takes {_readable(size)}, and the disk of {there} "
+            f"train.output_dir: one checkpoint takes {_readable(size)}, and the disk of {existing} "
             f"has {_readable(free)} free; free some space, or choose another folder"
         )
 

@@ -139,10 +139,12 @@ class WholeEngine:
         losses = []
         for index, batch in enumerate(window):
             before(index)
+            # Forward alone: between it and backward no rank waits in a collective (decisions/0047).
             with vote_on_memory(self.world):
                 here = batch.to(device())
                 loss = loss_of(self.runner.run(here, spec), here)
             loss.total.backward()  # type: ignore[no-untyped-call]
+            # The log keeps losses, and must not keep the graph of each micro-batch with them.
             losses.append(loss.detach())
             after(index)
         return losses
@@ -164,9 +166,9 @@ class WholeEngine:
                 stack.enter_context(gathered(module, inner, again=again))
             yield
 
-    def optimizer_state(self, own: TrainedParameters) -> ShardedState:
+    def optimizer_state(self, trained: TrainedParameters) -> ShardedState:
         """It already is that of the full model's."""
-        return own
+        return trained
 
     def replicas(self) -> Collection[nn.Parameter]:
         """There are none."""
@@ -203,9 +205,9 @@ class PipelineEngine:
             "parallel.pp: a pipeline cannot generate yet; leave pp at 1 and use parallel.dp_shard"
         )
 
-    def optimizer_state(self, own: TrainedParameters) -> ShardedState:
+    def optimizer_state(self, trained: TrainedParameters) -> ShardedState:
         """With the names of what other ranks hold. A collective call."""
-        return self.staging.optimizer(own)
+        return self.staging.optimizer(trained)
 
     def replicas(self) -> Collection[nn.Parameter]:
         """Of a weight that both ends have, the second: no norm counts it twice."""

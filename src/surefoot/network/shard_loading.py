@@ -85,6 +85,7 @@ class MetaModel:
                 readers[name] = by_place[place(source)]
         for name, tensor in kept_tensors(policy):
             if name not in readers:
+                # After all others, of which these are copies.
                 readers[name] = _made_of_others(name, tensor, policy, readers)
         return policy, ShardLoader(readers, dict(kept_tensors(policy)))
 
@@ -199,9 +200,12 @@ def _settle_ties(model: PreTrainedModel, source: TensorSource) -> None:
     for target_name, source_name in list(model.all_tied_weights_keys.items()):
         if target_name not in stored or source_name not in stored:
             continue  # one object already
+        # The configuration alone says that they are tied: one of two
+        # matrices would be lost in silence.
         if not same_values(source, stored[target_name], stored[source_name]):
             logger.warning("%s and %s are not tied: their values differ", target_name, source_name)
             model.all_tied_weights_keys.pop(target_name)
+    # Computed again, the mapping would have the pairs that were just removed.
     model.tie_weights(recompute_mapping=False)
 
 
@@ -231,6 +235,7 @@ class ShardLoader:
         problem = None
         try:
             with ThreadPoolExecutor(_READERS) as pool:
+                # As a list: only who asks for a result gets the error of its thread.
                 list(pool.map(fill, self.readers))
         except (CheckpointError, ModelError) as error:
             problem = str(error)
@@ -241,12 +246,12 @@ class ShardLoader:
 
 
 def select_prompt_sharing(
-    sharing: PromptSharing, model: PreTrainedModel, known: bool | None
+    sharing: PromptSharing, model: PreTrainedModel, was_proven: bool | None
 ) -> bool:
     """Whether packed rows of ``model`` share prompts: as the check says, which depends on rounding,
-    at least for experts; so a resumed run keeps what is ``known``."""
-    if known is not None and uses_document_attention(model):
-        sharing.is_proven = known
+    at least for experts; so a resumed run keeps what ``was_proven``."""
+    if was_proven is not None and uses_document_attention(model):
+        sharing.is_proven = was_proven
     return sharing.is_proven
 
 

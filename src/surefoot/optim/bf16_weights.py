@@ -74,8 +74,8 @@ def update_size(sizes: Sequence[int], bf16_weights: str) -> int:
     """Bytes that an update of bfloat16 parameters of these ``sizes`` takes for a moment."""
     if bf16_weights == "nearest":
         return 0
-    most = max((sum(bucket) for bucket in buckets(sizes, lambda size: size, BUCKET)), default=0)
-    return most * (4 if bf16_weights == MASTER else 8)
+    largest = max((sum(bucket) for bucket in buckets(sizes, lambda size: size, BUCKET)), default=0)
+    return largest * (4 if bf16_weights == MASTER else 8)
 
 
 def offloaded_size(states: Sequence[tuple[int, int]]) -> int:
@@ -124,6 +124,7 @@ class BucketedOptimizer(torch.optim.Optimizer):
     def _update(self, bucket: Sequence[tuple[str, nn.Parameter, dict[str, Any]]]) -> None:
         """Update some parameters: the rule sees float32 tensors in their places."""
         for group in self.param_groups:
+            # The rule updates whatever its groups contain: now the parameters of this bucket alone.
             group["params"], group["names"] = [], []
         hosts = [self._fetched(parameter) for _, parameter, _ in bucket]
         inside = [self._widened(parameter) for _, parameter, _ in bucket]
@@ -184,7 +185,9 @@ class BucketedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore groups and state; tensors of bfloat16 parameters stay float32. A master copy that
         is not used is dropped, and one that is missing is made from the weight."""
+        # Groups alone: torch would cast the state to the type of its parameter, bfloat16.
         super().load_state_dict({**state_dict, "state": {}})
+        # torch has made new groups, which both optimizers must have in common again.
         self.rule.param_groups, self.rule.state = self.param_groups, self.state
         places = [(p, group) for group in self.param_groups for p in group["params"]]
         for number, values in state_dict["state"].items():

@@ -33,7 +33,7 @@ class ParameterNames:
 
     @property
     def all(self) -> tuple[str, ...]:
-        """All of them."""
+        """All names, in the order of the model; the added ones last."""
         inside = (name for layer in self.layers for name in layer)
         return (*self.before, *inside, *self.after, *self.added)
 
@@ -114,6 +114,7 @@ class EntryTurns:
         """A number that is another one if other entries are trained in ``turn``."""
         drawn = self.seed if self.is_scattered else None
         text = f"{self.ratio} {self.interval} {drawn} {turn}"
+        # 63 bits: it is saved as a tensor of int64, which has a sign.
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 

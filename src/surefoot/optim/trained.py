@@ -97,6 +97,7 @@ class TrainedParameters:
         """Raise ``CheckpointError`` if the loaded state cannot be that after ``step`` updates."""
         if not self._is_unchecked:
             return
+        # A state is that of the parameters of the last update, number step - 1.
         last, turn = self._names_at(max(0, step - 1)), self._turn_at(max(0, step - 1))
         if self._active != last:
             raise other_parameters(self._active, last)

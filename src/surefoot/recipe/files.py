@@ -77,6 +77,7 @@ def is_checkpoint(path: Path) -> bool:
 
 def _decode(raw: bytes, path: Path) -> str:
     try:
+        # Editors on Windows may begin a file with a byte order mark.
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1

@@ -141,6 +141,8 @@ IMPORTERS: Mapping[str, Importer] = Extended("importers", {})
 def importer_of(document: Document) -> Importer | None:
     """The importer that knows ``document``; None for a recipe, and if none does."""
     data = document.data
+    # With these sections it is a recipe, even if one of its keys is
+    # another program's: that key is named.
     if not isinstance(data, Mapping) or {"model", "data", "train"} <= data.keys():
         return None
     return next((each for each in IMPORTERS.values() if each.recognise(data)), None)

@@ -128,6 +128,7 @@ def media_of(
         return None
     with torch.device("meta"):  # its code is asked, and none of its values
         model = from_config(base, section)
+    # Models of one family differ in what they take, such as grid sizes of pictures.
     names = frozenset(inspect.signature(model.forward).parameters)
     rope_index = getattr(getattr(model, "model", None), "get_rope_index", None)
     folder = data.media.folder or data.dataset_dir

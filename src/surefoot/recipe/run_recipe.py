@@ -29,6 +29,7 @@ def checkpoint_of(run: Path, damaged: Damaged = NONE_DAMAGED) -> Path:
     ``damaged``: its best one if the run ends with that, otherwise its latest valid one. Damaged
     ones are logged. Raises ``CheckpointError`` if none is valid."""
     newest = _newest(run, damaged)
+    # By the latest one: only its log knows all evaluations.
     name = best_of(newest)
     best = newest if name is None else newest.with_name(name)
     if not best.is_dir():
@@ -46,6 +47,7 @@ def best_of(checkpoint: Path) -> str | None:
     if not recipe.is_file():
         recipe = checkpoint / RUN_RECIPE
     try:
+        # No link: in a stranger's run it would show another file of this machine.
         train = parse(read_text(recipe, follow=False)).data["train"]  # type: ignore[index]
         step = TrainerStateFile.of(load_trainer_state(checkpoint)).best_step
     except (RecipeError, CheckpointError, KeyError, TypeError):

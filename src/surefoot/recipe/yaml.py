@@ -99,6 +99,7 @@ def parse_argument(text: str, name: str, *, as_written: bool = False) -> object:
     Raises:
         RecipeError: as of ``parse``.
     """
+    # A character of Unicode's private use: ruamel has no switch for comments.
     stand_in = next(char for char in map(chr, range(0xE000, 0xF8FF)) if char not in text)
     read = _as_written if as_written else _scalar
     data = _composed(text.replace("#", stand_in), name, read).data
@@ -122,6 +123,7 @@ def emit(data: object) -> str:
     yaml.Representer = _Representer
     yaml.default_flow_style = False
     yaml.allow_unicode = True
+    # In the order of the sections, not of the alphabet.
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     yaml.width = 1_000_000  # one setting, one line
     stream = io.StringIO()
@@ -246,8 +248,8 @@ class _Builder:
         self.marks[path] = _mark(node)
         return self.build(node, path, depth + 1)
 
-    def _refuse_tag(self, node: Node, path: Keys, known: tuple[str, ...]) -> None:
-        if node.tag not in [TAG + name for name in known]:
+    def _refuse_tag(self, node: Node, path: Keys, names: tuple[str, ...]) -> None:
+        if node.tag not in [TAG + name for name in names]:
             shown = str(node.tag).replace(TAG, "!!")
             self._refuse(path, f"tags have no meaning in a recipe, got {shown}")
 
@@ -262,6 +264,7 @@ def _bool(text: str) -> bool:
 def _int(text: str) -> int:
     digits = text.replace("_", "")
     is_prefixed = digits.lstrip("+-")[:2].lower() in ("0b", "0o", "0x")
+    # 010 is ten in YAML 1.2, and eight in 1.1.
     return int(digits, 0 if is_prefixed else 10)
 
 

@@ -203,6 +203,7 @@ def _misspelled(word: str, names: Iterable[str]) -> list[str]:
 def _is_spelling(word: str, other: str) -> bool:
     if re.findall(r"\d+", word) != re.findall(r"\d+", other) or word[:1] != other[:1]:
         return False
+    # `learningrate` is `learning_rate`.
     if _likeness(word.replace("_", ""), other.replace("_", "")) >= 0.9:
         return True
     words = [part for part in word.split("_") if part]
@@ -233,6 +234,7 @@ class _Vocabulary:
     def elsewhere(self, path: Keys, name: str) -> list[str]:
         """Where ``name`` is a setting that the user can set, other than at ``path``."""
         ways = [way for way in self._chosen(path) if way[-1] == _plain(name)]
+        # One of each section: reversed(), so that the first of it remains.
         return sorted(dotted(way) for way in {way[0]: way for way in reversed(ways)}.values())
 
     def misspelled_elsewhere(self, path: Keys) -> list[str]:

@@ -68,6 +68,7 @@ def read(
         problems = [explain(section, plain, e, names()) for e in errors[:MAX_PROBLEMS]]
         if more := len(errors) - len(problems):
             problems.append(Problem((), f"and {counted(more, 'more problem')}"))
+        # Once each: pydantic reports all arms of a union, which are one setting here.
         raise fail(list(dict.fromkeys(problems))) from None
 
 

@@ -151,6 +151,7 @@ def documentation(cls: type) -> dict[str, str]:
     Empty if there is no source to read, as in an interactive session.
     """
     docs: dict[str, str] = {}
+    # Bases first, so that a class says more of a field that it declares again.
     for declaring in reversed(cls.__mro__[:-1]):
         docs |= _documented(declaring)
     return docs
@@ -159,6 +160,7 @@ def documentation(cls: type) -> dict[str, str]:
 def _documented(cls: type) -> dict[str, str]:
     """The same of the fields that ``cls`` itself declares."""
     try:
+        # From the source: Python keeps no string that stands below a field.
         tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     except OSError:
         return {}

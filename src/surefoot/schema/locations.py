@@ -132,6 +132,8 @@ class DatasetReference(str):
             not is_reference or self.source == other.source  # type: ignore[attr-defined]
         )
 
+    # str has a __ne__ of its own, which does not ask __eq__; and a class
+    # with __eq__ alone has no hash.
     def __ne__(self, other: object) -> bool:
         return not self == other
 

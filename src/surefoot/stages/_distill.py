@@ -131,6 +131,7 @@ class Distill(Stage):
             for row, prompt, sample in zip(rows, prompts, samples, strict=True)
         }
         window = [answered.get(row) or _marked(item) for row, item in enumerate(examples)]
+        # A student that ends at once leaves no token to compare.
         return Prepared([item for item in window if num_trained(item)], _figures(samples))
 
     @property

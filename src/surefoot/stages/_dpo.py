@@ -184,24 +184,26 @@ class DPO(Stage):
         answers_P2, lengths_P2 = self.answers(outputs, batch), batch.extras["answer_lengths"]
         lengths_P2 = lengths_P2.view(-1, 2)
         is_there_P = (lengths_P2 > 0).all(1)
+        # A rank that has run out of examples has pairs without labels: 0 / 0 there would reach
+        # every gradient as NaN, also through where().
         counts_P2 = lengths_P2.clamp(min=1)
         likelihood_P = -answers_P2[:, 0] / counts_P2[:, 0]
         logps_P2 = self._without_tails(answers_P2, lambda: self.tails(outputs, batch))
         means_P2, reference_P2 = logps_P2 / counts_P2, self._reference(batch)
 
         def relative(loss: PairLoss) -> torch.Tensor:
-            said_P2 = means_P2 if loss.per_token else logps_P2
+            scores_P2 = means_P2 if loss.per_token else logps_P2
             if reference_P2 is None or not loss.needs_reference:
-                return said_P2
-            return said_P2 - (reference_P2 / counts_P2 if loss.per_token else reference_P2)
+                return scores_P2
+            return scores_P2 - (reference_P2 / counts_P2 if loss.per_token else reference_P2)
 
         losses_P = self.sft_weight * likelihood_P
         for loss, weight in self._parts:
             pairs = self._pairs(relative(loss), likelihood_P)
             losses_P = losses_P + weight * loss.compute(pairs)
         first = self._parts[0][0]
-        told_P2 = means_P2 if first.per_token else logps_P2
-        metrics = _metrics(self.beta * relative(first).detach(), told_P2.detach())
+        logged_P2 = means_P2 if first.per_token else logps_P2
+        metrics = _metrics(self.beta * relative(first).detach(), logged_P2.detach())
         if self.sft_weight or any(loss.has_likelihood for loss, _ in self._parts):
             metrics["sft_loss"] = likelihood_P.detach()
 

@@ -215,6 +215,7 @@ class GRPO(OnPolicy):
         is_cut = [self.mask_truncated_completions and rollout.is_cut for rollout in rollouts]
         if self._is_kl_in_reward:
             kls = self._kls(context, rollouts, is_cut)
+            # fsum() rounds once, so the figure does not depend on the order of responses.
             figures["kl"] = math.fsum(kls) / len(kls)
             pairs = zip(rewards, kls, strict=True)
             groups = self._groups([None if r is None else r - self.beta * kl for r, kl in pairs])
@@ -232,6 +233,7 @@ class GRPO(OnPolicy):
                 rollouts, advantages, is_cut, dropped, strict=True
             )
             if rollout.num_sampled
+            # In a mean over responses a masked one still counts; over tokens it has none.
             and not (is_dropped or (is_masked and self.average_over == "tokens"))
         ]
         return Prepared(self._with_columns(context, items), figures)
@@ -256,6 +258,7 @@ class GRPO(OnPolicy):
         for i, policy, reference in zip(chosen, *both, strict=True):
             assert policy.logps is not None
             assert reference.logps is not None
+            # In float64: the difference is small beside both.
             kls[i] = float((policy.logps.double() - reference.logps.double()).sum())
         return kls
 
@@ -296,6 +299,8 @@ class GRPO(OnPolicy):
         """The negative surrogate and the KL penalty, averaged as ``average_over`` says."""
         assert outputs.logps is not None
         logps_N, extras = outputs.logps, batch.extras
+        # In a single step the policy is the one that sampled: the ratio is 1, and its
+        # gradient that of the log-probability.
         old_N = extras["old"].to(logps_N) if "old" in extras else logps_N.detach()
         gains_N, is_clipped_N = self._surrogate.compute(self._positions(logps_N, old_N, extras))
         measured = {"clip_ratio": is_clipped_N.to(logps_N)}

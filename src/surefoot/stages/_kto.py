@@ -231,6 +231,7 @@ def _split(item: Features) -> tuple[list[int], list[int]]:
     # tail that is never trained would shift the baseline.
     ids = [int(x) for x in up_to_last_label(item)["input_ids"]]
     labels = item["labels"]
+    # From 1 on: nothing predicts the first token of a row, so its label does not count.
     first = next(i for i in range(1, len(labels)) if labels[i] != IGNORE_INDEX)
     return ids[:first], ids[first:]
 

@@ -268,6 +268,8 @@ class PPO(OnPolicy):
             "policy_loss": -gains_N.detach().sum(),
             "value_loss": errors_N.detach().sum(),
             "clip_ratio": is_clipped_N.to(logps_N).sum(),
+            # Schulman's k3 (http://joschu.net/blog/kl-approx.html), never negative;
+            # expm1() keeps its digits near 0.
             "policy_kl": (moved_N.expm1() - moved_N).sum(),
         }
         return Loss(total, (batch.labels != IGNORE_INDEX).sum(), metrics)
@@ -290,6 +292,7 @@ def _count_flat(state: dict[str, float], scores: Sequence[float], *, is_flat: bo
     count = state.get("flat_windows", 0.0)
     if count < 0:
         return
+    # -1 for good: once scores have differed, equal ones are no sign of a reward that cannot.
     state["flat_windows"] = count + 1 if is_flat else -1.0
     if count + 1 >= MAX_FLAT and is_flat:
         raise RunError(

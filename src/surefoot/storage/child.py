@@ -52,6 +52,8 @@ class Child:
             variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         with contextlib.nullcontext() if log is None else log.open("wb") as output:
             self.process = subprocess.Popen(
+                # -P: no module of the current folder. With a `random.py` or `rich.py` there, ranks
+                # crashed at their start.
                 [sys.executable, "-P", *arguments],
                 stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if talks else output,
@@ -106,6 +108,8 @@ class Child:
             left = max(0.0, deadline - time.monotonic())
             if not select.select([self.process.stdout], [], [], left)[0]:
                 return None
+            # Not readline(): select() sees the pipe alone, not a second message in a buffer of
+            # Python's.
             if not (part := os.read(self.process.stdout.fileno(), 1 << 16)):
                 raise EOFError
             self._unread += part
@@ -121,6 +125,7 @@ class Child:
         process unless it is waited for."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
+        # Else the finalizer would kill it while it still works.
         self._end.detach()
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
@@ -134,6 +139,7 @@ def _end(process: subprocess.Popen[bytes], patience: float, pid: int) -> None:
         return
     for number in (signal.SIGTERM, signal.SIGKILL) if patience else (signal.SIGKILL,):
         with contextlib.suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
+            # It leads a session, so its id is also that of its group.
             os.killpg(process.pid, number)  # and what it has left behind, if it has ended
             process.wait(patience or None)
     process.wait()

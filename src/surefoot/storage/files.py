@@ -58,6 +58,8 @@ class File:
         self._descriptor = descriptor
         self._is_direct = False
         self._end = -1  # of the last read
+        # Not at exit: the system closes files after the last exit hook, and until then a lock
+        # holds.
         self._close = weakref.finalize(self, os.close, descriptor)  # whoever forgets to
         self._close.atexit = False
 
@@ -122,6 +124,8 @@ class File:
         with _naming(self.path):
             system = os.fstatvfs(self._descriptor)
             free = system.f_bavail * system.f_frsize
+            # st_blocks counts 512 bytes on every file system; what the file has already is not
+            # needed again.
             needed = length - os.fstat(self._descriptor).st_blocks * 512
             # The system would take all that is left before it refuses: other programs would fail.
             if needed > free and system.f_blocks:  # some network file systems report no sizes
@@ -131,6 +135,8 @@ class File:
             except OSError as error:
                 if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                     raise
+                # Nothing can be reserved on this disk: the comparison above alone finds that it is
+                # full.
                 os.ftruncate(self._descriptor, length)
 
     def write_at(self, offset: int, data: bytes | memoryview) -> None:
@@ -138,6 +144,7 @@ class File:
         view, done = memoryview(data), 0
         with _naming(self.path):
             while done < len(view):
+                # A write may take less than it was given, without an error.
                 count = self._write(view[done:], offset + done)
                 if not count:
                     raise OSError(errno.EIO, "nothing was written")
@@ -194,6 +201,8 @@ class File:
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         with _naming(self.path):
             try:
+                # Never lockf: on Linux neither sees the other, and a run and a program would save
+                # to one folder.
                 fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
             except OSError as error:
                 if error.errno not in NO_LOCKS:
@@ -209,11 +218,13 @@ class File:
 
 def create(path: Path) -> File:
     """Create an empty file; ``OSError`` if it exists."""
+    # The umask decides who may read it. The safetensors library writes 0600 (decisions/0012).
     return File(os.open(path, _CREATE, 0o666), path)
 
 
 def open_file(path: Path, *, follow: bool = True, write: bool = False) -> File:
     """Open an existing regular file; ``follow=False`` rejects a symbolic link as its last part."""
+    # O_RDONLY is 0, so O_RDWR may be added to it.
     flags = _READ | (os.O_RDWR if write else 0) | (0 if follow else os.O_NOFOLLOW)
     return _regular(File(os.open(path, flags), path))
 
@@ -242,11 +253,14 @@ def open_inside(folder: Path, name: str) -> File:
     would show another file of this machine, a pipe would hang, ``/dev/zero`` would never end.
     """
     parts = PurePosixPath(name).parts
+    # POSIX leaves the meaning of two leading slashes open, so pathlib keeps them apart from one.
     if not parts or {"..", "/", "//"} & set(parts):
         raise OSError(errno.EINVAL, "not a name of a file inside this folder", str(folder / name))
     *folders, last = parts
     try:
         with contextlib.ExitStack() as stack:
+            # Each part is opened relative to the one before, so no link takes its place in between
+            # (decisions/0013).
             parent = os.open(folder, _FOLDER)
             stack.callback(os.close, parent)
             for part in folders:
@@ -260,6 +274,7 @@ def open_inside(folder: Path, name: str) -> File:
 
 
 def _regular(file: File) -> File:
+    # Asked of what is open, not of its name, which may be another file by now.
     if not stat.S_ISREG(os.fstat(file._descriptor).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "not a regular file", str(file.path))
@@ -327,7 +342,9 @@ def append_line(path: Path, text: str) -> None:
     descriptor = os.open(path, _APPEND, 0o666)
     with _naming(path), File(descriptor, path) as file:
         before = file.size
+        # One call, at the end of the file (O_APPEND): lines of several processes do not mix.
         if (written := os.write(descriptor, line)) < len(line):
+            # The half line goes: the next one would be appended to it, and both be lost.
             os.ftruncate(descriptor, before)
             raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes were written")
     if not before:  # its name; the bytes are flushed where somebody can wait for it
@@ -379,6 +396,7 @@ def share(old: Path, new: Path) -> bool:
             target.sync()
         return True
     with contextlib.suppress(FileNotFoundError):
+        # The empty file in which the clone was to be.
         os.unlink(new)
     with contextlib.suppress(OSError):
         os.link(old, new, follow_symlinks=False)
@@ -401,6 +419,7 @@ def names_in(path: Path) -> list[str]:
 def remove_tree(path: Path) -> None:
     """Delete a file, a link (not its target) or a folder with all its contents. Files that other
     processes add or delete meanwhile are no error."""
+    # A list, not recursion: folders may be nested deeper than Python's stack.
     left, patience = [path], 100
     while left:
         try:
@@ -412,8 +431,10 @@ def remove_tree(path: Path) -> None:
             else:
                 os.rmdir(left[-1])
         except OSError as error:
+            # Another process has added a file since; look again.
             if error.errno == errno.ENOTEMPTY and (patience := patience - 1):
                 continue
+            # ESTALE is the word of a network disk for what another machine has deleted.
             if error.errno not in (errno.ENOENT, errno.ESTALE):
                 raise
         left.pop()
@@ -450,12 +471,15 @@ def _status(look: Callable[[Path], os.stat_result], path: Path) -> os.stat_resul
     try:
         return look(path)
     except (OSError, ValueError) as error:  # of values: a null byte, which no name contains
+        # ENAMETOOLONG: what a user typed may be no path at all, but the text of a recipe.
         missing = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
         if isinstance(error, ValueError) or error.errno in missing:
             return None
         raise
 
 
+# Against damage, not attackers: nothing in a checkpoint can execute (decisions/0010). A GiB takes
+# 0.3 s of one core (0043).
 class Hash:
     """Incremental xxh3-128, the hash of all stored bytes; equal to hashing all bytes at once."""
 

@@ -50,6 +50,8 @@ def lock(
     with files.raising(kind, doing):
         files.make_folder(folder)
         file = files.open_or_create(folder / name)
+        # A board takes the lock shared, for an instant: a launch that meets it tries again
+        # (decisions/0062).
         deadline = time.monotonic() + _GLANCE
         while True:
             try:
@@ -60,6 +62,8 @@ def lock(
                     file.close()
                     raise kind(taken) from None
             time.sleep(0.02)
+    # A fork shares the open file and with it the lock, which a child that outlives this process
+    # would keep.
     os.register_at_fork(after_in_child=partial(_close, weakref.ref(file)))
     return FolderLock(file, is_real)
 
@@ -100,6 +104,7 @@ class FolderIdentity:
     def current_path(self) -> Path | None:
         """Where it is now, after it was renamed; None if it was removed, or that is not known."""
         try:
+            # Linux keeps this link true through renames, and adds " (deleted)" after a removal.
             path = Path(f"/proc/self/fd/{self._descriptor}").readlink()
         except OSError:
             return None
@@ -154,6 +159,7 @@ def process_with(path: Path) -> int | None:
         status = path.stat()
     except OSError:
         return None
+    # Descriptors of other users' processes cannot be read: these are not seen.
     for process in _PROCESSES.glob("[0-9]*"):
         with contextlib.suppress(OSError):
             is_other = int(process.name) != os.getpid()
@@ -175,4 +181,6 @@ def state_of(pid: int) -> str:
         text = (_PROCESSES / str(pid) / "stat").read_text()
     except OSError:
         return ""
+    # The last parenthesis: the command's name stands in a pair of its own, and may contain some
+    # (proc(5)).
     return _STATES.get(text.rpartition(")")[2].split()[0], "")

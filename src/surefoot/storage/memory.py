@@ -36,6 +36,8 @@ class _Version:
 
 
 _VERSIONS = {
+    # Beyond memory.high nothing is killed, but every allocation is slowed down until memory is
+    # freed.
     "cgroup2": _Version(("memory.max", "memory.high"), "memory.current", ""),
     "cgroup": _Version(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_"),
 }
@@ -52,6 +54,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error`` is an allocation that failed, on a GPU or in main memory."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
+    # By its words: torch raises a plain RuntimeError for main memory, and is not imported here.
     is_torch = isinstance(error, RuntimeError) and any(s in str(error).lower() for s in _SIGNS)
     return isinstance(error, MemoryError) or is_torch
 
@@ -66,6 +69,7 @@ def allocator_message(error: BaseException) -> str:
 def exclusive(name: str) -> Iterator[None]:
     """Run the block in one process of this user on this machine at a time; without a place for the
     lock, in any."""
+    # A name for each user: a file of another user's in /tmp could not be opened.
     path = Path(tempfile.gettempdir()) / f"surefoot-{name}-{os.getuid()}.lock"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -98,6 +102,7 @@ def _of_process(proc: Path) -> int | None:
 def _of_group(folder: Path, version: _Version) -> int | None:
     """Bytes that are free within the limits of one cgroup; None if it has none."""
     words = [_lines(folder / name) for name in version.limits]
+    # Version 2 writes "max" where there is no limit.
     limits = [int(lines[0]) for lines in words if lines and lines[0].isdigit()]
     used = _lines(folder / version.used)
     if not limits or not used:
@@ -112,6 +117,7 @@ def _groups(proc: Path) -> Iterator[tuple[Path, _Version]]:
     """The folders of the cgroups that limit this process, from its own one up to the mount."""
     paths = dict(_paths(proc))
     for line in _lines(proc / "self" / "mountinfo"):
+        # The mark between fields whose number varies and those that follow (proc_pid_mountinfo(5)).
         before, _, after = line.partition(" - ")
         _, _, _, root, mount, *_ = before.split()
         kind, *_, options = after.split()  # between them the source, which may be empty
@@ -125,6 +131,7 @@ def _paths(proc: Path) -> Iterator[tuple[str, str]]:
     """The path of this process's cgroup for memory, by the kind of file system."""
     for line in _lines(proc / "self" / "cgroup"):
         number, controllers, path = line.split(":", 2)
+        # Version 2 has the number 0 and no controllers; a system may have both versions mounted.
         if number == "0" and not controllers:
             yield "cgroup2", path
         elif "memory" in controllers.split(","):

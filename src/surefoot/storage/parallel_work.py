@@ -48,6 +48,7 @@ class ByteStream:
 
     def __init__(self, file: files.File) -> None:
         self._file = file
+        # mmap, not bytearray: O_DIRECT takes memory only from the start of a page.
         self._buffers = [memoryview(mmap.mmap(-1, _BUFFER)) for _ in range(2)]
         self._filled = 0
         self._offset = 0  # in the file, of the buffer being filled

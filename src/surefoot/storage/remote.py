@@ -67,6 +67,7 @@ class Address(str):
     @property
     def slug(self) -> str:
         """A unique file name for it: a readable part and a hash."""
+        # The hash tells addresses apart whose readable parts are equal, such as a/b and a-b.
         readable = re.sub(r"[^A-Za-z0-9._-]+", "-", self.partition("://")[2]).strip("-.")
         digest = hashlib.sha256(self.encode()).hexdigest()[:12]
         return f"{readable[-_SLUG:].lstrip('-.')}-{digest}"
@@ -89,6 +90,7 @@ def is_address(text: str | Path) -> bool:
 def default_cache() -> Path:
     """The default cache, ``surefoot/runs`` in ``XDG_CACHE_HOME`` or ``~/.cache``."""
     root = os.environ.get("XDG_CACHE_HOME", "")
+    # A relative path in this variable must be ignored (XDG Base Directory Specification).
     return (Path(root) if root.startswith("/") else Path.home() / ".cache") / "surefoot" / "runs"
 
 

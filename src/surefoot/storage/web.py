@@ -46,6 +46,8 @@ class Hosts:
     def refusal(self, values: Iterable[str], what: str) -> str | None:
         """Why a request with these values of ``Host`` is not for the server, a ``what``."""
         values = list(values)
+        # Of two Host headers Starlette's middleware believes the first; here both are refused
+        # (decisions/0070).
         name = host_name(values[0]) if len(values) == 1 else ""
         if is_loopback(name) or name in self.names:
             return None
@@ -100,6 +102,7 @@ def host_name(host: str) -> str:
     except ValueError:
         return ""
     is_plain = not (parts.path or parts.query or parts.fragment or "@" in host)
+    # A browser sends the dot of `gpu-7.`, which is the same name.
     return (parts.hostname or "").removesuffix(".") if is_plain else ""
 
 
@@ -178,6 +181,7 @@ class PromptProtocol(H11Protocol):
 def bound(host: str, port: int, what: str) -> socket.socket:
     """A socket that listens there for a ``what``. Raises ``RunError``."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    # Else the port is taken for a minute after the last server, by its closed connections.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

@@ -419,6 +419,7 @@ def write_dcp(
             plans += plan_save(file_name(rank), tensors, None, boxes=boxes) if tensors else []
         for plan in plans:
             with files.create(folder / plan.name) as file:
+                # All are reserved before one is filled, so that a full disk shows at once.
                 file.reserve(plan.header.file_size)
         for plan in plans:
             with files.open_file(folder / plan.name, follow=False, write=True) as file:

@@ -48,6 +48,8 @@ def describe(name: str, tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
     if tensor.layout != torch.strided or tensor.device.type == "meta":
         kind = "a meta tensor" if tensor.device.type == "meta" else f"a {tensor.layout} tensor"
         raise CheckpointError(f"{name}: cannot store {kind}; only dense tensors with values")
+    # A subclass keeps its values elsewhere: a DTensor on all ranks, a
+    # quantized one in codes and scales.
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         raise CheckpointError(f"{name}: cannot store a {type(tensor).__name__}; only plain tensors")
     return dtype_name(name, tensor.dtype), tuple(tensor.shape)
@@ -64,6 +66,7 @@ def dtype_name(name: str, dtype: torch.dtype) -> str:
 def raw(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, in place."""
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # one element may have any stride
+    # As bytes: numpy has neither bfloat16 nor 8-bit floats.
     return flat.view(torch.uint8).numpy().data
 
 
@@ -106,6 +109,7 @@ def write_tensor(
 def _dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensor as contiguous CPU tensors in row-major order; copied block by block if needed."""
     is_plain = tensor.device.type == "cpu" and tensor.is_contiguous()
+    # conj() and a negative view only set a bit; the memory has the values without it.
     if is_plain and not (tensor.is_conj() or tensor.is_neg()):
         yield tensor
     else:

@@ -21,6 +21,7 @@ from ...errors import CheckpointError
 from ...storage import files
 from .manifest import MANIFEST
 
+# One name for a step: no leading zeros, and at most 18 digits, which fit into 64 bits.
 _COMMITTED = re.compile(r"checkpoint-(0|[1-9]\d{0,17})")
 _PART = re.compile(r"\.checkpoint-\d+\.[0-9a-f]+\.part")
 _FORGOTTEN = re.compile(r"\.checkpoint-\d+\.[0-9a-f]+\.forgotten")
@@ -40,6 +41,8 @@ class PendingCheckpoint:
         self.manifest.reserve(len(manifest))
         self.manifest.write_at(0, manifest)
         self.manifest.sync()
+        # A file whose folder is not flushed has bytes and no name after a power cut. A test's disk
+        # model forgets such names in thousands of ways (tests/crash/power.py).
         for folder in _folders(self.folder):
             files.sync_folder(folder)
         refuse_existing(target)  # a rename would replace an empty folder
@@ -49,6 +52,7 @@ class PendingCheckpoint:
             # A network disk may do it, lose its answer, and then find nothing to do again.
             if not self.manifest.is_at(target / MANIFEST):
                 raise
+        # The rename is a name in this folder, and not durable before it is flushed.
         files.sync_folder(target.parent)
 
 
@@ -107,6 +111,8 @@ def _is_mine(file: files.File) -> bool:
         file.lock()  # where there are no locks, nobody cleans either
     except BlockingIOError:
         return False  # the cleaner of another process was faster
+    # Locked, but perhaps too late: a cleaner that had the lock before
+    # has deleted the folder by now.
     return file.is_at(file.path)
 
 
@@ -153,6 +159,7 @@ def is_leftover(name: str) -> bool:
 def is_being_written(folder: Path) -> bool:
     """Whether a living process is writing a checkpoint in ``folder``."""
     try:
+        # Open for writing: NFS gives an exclusive lock to no other descriptor (flock(2)).
         with files.open_file(folder / MANIFEST, follow=False, write=True) as manifest:
             manifest.lock()  # given back at once; a saver that meets it takes another folder
     except BlockingIOError:
@@ -175,6 +182,7 @@ def clean(root: Path) -> list[Path]:
     removed = []
     with files.raising(CheckpointError, f"cannot clean up in {root}"):
         for name in files.names_in(root):
+            # A folder that is being deleted has no owner to ask: two that delete it do no harm.
             remove = _remove if _FORGOTTEN.fullmatch(name) else _remove_if_dead
             try:
                 if is_leftover(name) and remove(root / name):
@@ -255,10 +263,12 @@ def mark_damaged(folder: Path) -> Path:
 
 def delete(folder: Path) -> None:
     """Delete a checkpoint: rename it atomically, then free its space."""
-    gone = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.forgotten")
-    files.rename(folder, gone)
+    # Renamed first: a deletion that is cut short leaves no half checkpoint
+    # under the name of a whole one.
+    aside = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.forgotten")
+    files.rename(folder, aside)
     files.sync_folder(folder.parent)
-    files.remove_tree(gone)
+    files.remove_tree(aside)
 
 
 @contextlib.contextmanager
@@ -271,6 +281,7 @@ def new_folder(target: Path, *, may_be_empty: bool = False) -> Iterator[Path]:
     """
     failure = f"cannot write {target}"
     with files.raising(CheckpointError, failure):
+        # rename() replaces an empty folder, and no other.
         if not (may_be_empty and files.is_folder(target) and not files.list_folder(target)):
             refuse_taken(target)
         files.make_folder(target.parent)

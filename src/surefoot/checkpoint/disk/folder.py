@@ -129,6 +129,7 @@ class CheckpointFolder:
 def is_download(folder: Path) -> bool:
     """Whether ``folder`` is in the cache of a hub: its files are links, and some may be missing."""
     return any(
+        # As huggingface_hub lays its cache out: models--owner--name/snapshots/COMMIT.
         parent.name == "snapshots" and _COMMIT.fullmatch(child.name)
         for child, parent in pairwise((folder, *folder.parents))
     )
@@ -305,6 +306,7 @@ def metrics_in(history: Iterable[object], name: str) -> dict[int, float]:
 
 def number(value: object) -> float | None:
     """``value`` if it is a number that a float can represent, including nan and infinities."""
+    # True is an int of Python's; an int of 400 digits, below, is no float.
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

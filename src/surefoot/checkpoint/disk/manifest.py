@@ -163,6 +163,8 @@ def _lines(value: object) -> str:
 def parse(data: bytes, where: str) -> Manifest:
     """Parse a manifest, and reject one that is damaged, of a later format, or inconsistent."""
     raw = strict_json.parse_object(data, where)
+    # The version comes first: a later format may have another seal, and
+    # the message must name the format.
     _check_version(raw, where)
     _check_seal(data, raw.get("seal"), where)
     _check_fields(raw, where)
@@ -198,6 +200,7 @@ def _check_seal(data: bytes, seal: object, where: str) -> None:
     if not isinstance(seal, str) or not _HASH.fullmatch(seal):
         raise CheckpointError(f"{where}: it has no seal; the file is damaged")
     digits = seal.encode()
+    # Once: a second copy of the digits would become zeros, too, and could hide a change.
     if data.count(digits) != 1 or files.digest(data.replace(digits, _SEAL.encode())) != seal:
         raise CheckpointError(f"{where}: its seal does not match its content; the file is damaged")
 
@@ -283,6 +286,7 @@ def _check_pieces(pieces: Sequence[Piece], where: str, layout: Layout) -> None:
         raise CheckpointError(f"{where} has pieces of different types or full shapes")
     if 1 < len(places) < len(pieces):
         raise CheckpointError(f"{where} has two pieces in one place")
+    # By the signs of their corners: linear in the number of boxes, for any cut (decisions/0015).
     if not is_covered_once(Box.whole(first.shape), [piece.box for piece in pieces]):
         parts = counted(len(pieces), "piece does", "pieces do")
         raise CheckpointError(f"{where}: its {parts} not cover it exactly once")

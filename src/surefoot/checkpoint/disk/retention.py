@@ -146,8 +146,9 @@ class Times:
 
     def of(self, rule: RetentionPolicy, *, coming: int | None = None) -> dict[int, float | None]:
         """Seconds since 1970 by step, None if not needed or unknown; now, for the coming one."""
-        asks = rule.keep_hours is not None
-        times = {step_of(p): self._of(p) if asks else None for p in committed(self.root)}
+        # Only keep_hours needs times, and each costs the reading of a manifest.
+        needs_times = rule.keep_hours is not None
+        times = {step_of(p): self._of(p) if needs_times else None for p in committed(self.root)}
         if coming is not None:
             times[coming] = self._known[coming] = self.clock()
         return times

@@ -62,6 +62,7 @@ def _bound(data: bytes, where: str) -> None:
         raise CheckpointError(
             f"{where}: {len(data)} bytes of JSON, more than the {MAX_BYTES} allowed"
         )
+    # Backslashes in pairs go first: after two of them, a quote ends the text.
     bare = _STRING.sub(b"", data.replace(b"\\\\", b"").replace(b'\\"', b""))
     values = bare.count(b",") + bare.count(b"[") + bare.count(b"{")
     if values > MAX_VALUES:

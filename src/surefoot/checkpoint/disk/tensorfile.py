@@ -227,6 +227,7 @@ def parse(text: bytes, file_size: int, where: str) -> Header:
         name: _entry(value, start, f"{where}: tensor {name[:200]!r}") for name, value in raw.items()
     }
     end = start
+    # By length, too: an empty tensor has the offset of the one behind it.
     for name, entry in sorted(
         entries.items(), key=lambda item: (item[1].offset, item[1].num_bytes)
     ):
@@ -260,6 +261,7 @@ def _entry(value: Any, start: int, where: str) -> TensorEntry:
 
 def integers(value: object, count: int | None, where: str) -> tuple[int, ...]:
     """``value`` as a tuple of ``count`` sizes: integers of 0 to 2^63 - 1, and none is a bool."""
+    # torch has at most 64 dimensions.
     numbers = value if isinstance(value, list) and len(value) <= 64 else [None]
     if (count is not None and len(numbers) != count) or not all(map(is_size, numbers)):
         raise CheckpointError(f"{where}: expected sizes, found {reprlib.repr(value)}")
@@ -276,6 +278,7 @@ def sizes(value: object, where: str) -> tuple[int, ...]:
 
 def is_size(value: object) -> bool:
     """Whether ``value`` is an integer of 0 to 2^63 - 1."""
+    # type(), not isinstance(): JSON's true is an int of Python's.
     return type(value) is int and 0 <= value < 1 << 63
 
 

@@ -59,6 +59,7 @@ _UNMERGEABLE = (
     "use_qalora",
     "velora_config",
 )
+# They subtract from the base what the adapter starts with (decisions/0050).
 CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _ELSEWHERE = "merge it with peft's own merge_and_unload()"
 
@@ -287,6 +288,7 @@ def _delta(
             f"a weight of {list(shape)}; only linear and embedding layers can be merged here"
         )
     update = (b_shape[0], a_shape[1])
+    # The shape of a square weight does not tell; PEFT writes fan_in_fan_out for GPT-2's Conv1D.
     is_square = update[0] == update[1]
     is_transposed = is_embedding or (
         bool(config.get("fan_in_fan_out")) if is_square else update[::-1] == shape
@@ -331,12 +333,15 @@ def _scale(module: str, rank: int, config: Mapping[str, Any], folder: Path) -> f
     alpha = config["lora_alpha"]
     for pattern, module_alpha in (config.get("alpha_pattern") or {}).items():
         try:
+            # As PEFT matches (`get_pattern_key`): the first pattern
+            # that ends the name, from a dot on.
             matches = re.match(rf"(.*\.)?({pattern})$", module)
         except re.error as error:
             raise CheckpointError(f"{folder}: alpha_pattern {pattern!r}: {error}") from error
         if matches:
             alpha = module_alpha
             break
+    # The rank of the factors, not `r`: rank_pattern may give a module another one.
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
@@ -432,6 +437,7 @@ class Merged:
     ) -> torch.Tensor:
         """The same for one expert's matrix, or for the matrices of several."""
         a, b = self._factor(delta.a, weight.dtype), self._factor(delta.b, weight.dtype)
+        # PEFT orders the rows of A by expert, then rank, and the columns of B by rank, then expert.
         a_ERI, b_ORE = a.view(at.num_experts, -1, a.shape[1]), b.view(len(b), -1, at.num_experts)
         missing = 3 - len(box.shape)  # of one expert, the files may have a matrix
         start, shape = (0,) * missing + box.start, (1,) * missing + box.shape
@@ -474,6 +480,8 @@ class Merged:
         """Norms over the stored rows; cached, because every block of rows needs them."""
         if name not in self._norms:
             shape = self.shapes()[name]
+            # Blocks of rows are added up one after another, so the sum
+            # has more digits than its terms.
             total = torch.zeros(shape[1], dtype=torch.float64)
             for box in Box.whole(shape).blocks(max(shape[1], _BLOCK)):
                 total += self._with_update(name, box, delta, exact).double().square().sum(0)
@@ -498,11 +506,11 @@ class ReplacedRows:
     rows: Mapping[str, tuple[str, Sequence[int]]]
 
     def shapes(self) -> Mapping[str, Shape]:
-        """Unchanged."""
+        """Those of the base: rows are replaced, and none is added."""
         return self.base.shapes()
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        """Unchanged."""
+        """Those of the base, to which the new rows are cast."""
         return self.base.dtypes()
 
     def read(self, name: str, box: Box) -> torch.Tensor:

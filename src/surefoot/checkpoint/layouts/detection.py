@@ -118,6 +118,7 @@ def is_sequence_classification(folder: Path) -> bool:
     if not files.exists(path):
         return False
     names = strict_json.read_object(path).get("architectures")
+    # As text: a stranger's list may be empty, or have anything in it.
     return isinstance(names, list) and str(names[:1]).endswith("ForSequenceClassification']")
 
 

@@ -195,6 +195,7 @@ def _open_shards(folder: Path) -> dict[str, TensorLocation]:
     if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
         raise CheckpointError(f"{where}: weight_map must map tensor names to file names")
     for name in sorted(set(names.values())):
+        # The index of a stranger must not lead out of its folder (decisions/0013).
         if not is_plain_name(name) or "/" in name:
             raise CheckpointError(f"{where}: {name[:200]!r} is not a file in this folder")
     opened = {n: tensorfile.open_path(folder / n) for n in sorted(set(names.values()))}
@@ -330,6 +331,7 @@ def _whole(folder: Path, name: str, boxes: Sequence[DcpChunk]) -> list[DcpChunk]
     if len(kinds) > 1:
         raise CheckpointError(f"{where} has boxes of different types or numbers of dimensions")
     shape = tuple(map(max, zip(*(chunk.shape for chunk in boxes), strict=True)))
+    # Backwards, so that of equal boxes the first one stays.
     apart = {chunk.box: DcpChunk(chunk.file, shape, chunk.box) for chunk in reversed(boxes)}
     filled = [apart[box] for box in sorted(apart) if box.size] or [*apart.values()][:1]
     if not is_covered_once(Box.whole(shape), [chunk.box for chunk in filled]):

@@ -159,9 +159,9 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 def compare_values(a: Path, b: Path) -> Mapping[str, list[ValueChange]]:
     """States (if stored in the same way), library versions and configurations, by role."""
     with files.raising(CheckpointError):
-        ours = [has_manifest(folder) for folder in (a, b)]
+        are_surefoots = [has_manifest(folder) for folder in (a, b)]
         changes = {"config": differences(_configs(a), _configs(b))}
-        if ours[0] == ours[1]:
+        if are_surefoots[0] == are_surefoots[1]:
             states_a, states_b = (_states(folder) for folder in (a, b))
             names = dict.fromkeys((*states_a, *states_b))
             optimizers = [name for name in names if FileRole(name).is_optimizer]
@@ -171,7 +171,7 @@ def compare_values(a: Path, b: Path) -> Mapping[str, list[ValueChange]]:
                 for change in differences(states_a.pop(name, {}), states_b.pop(name, {}), name)
             ]
             changes["state"] = differences(states_a, states_b)
-        if all(ours):
+        if all(are_surefoots):
             changes["versions"] = differences(_versions(a), _versions(b))
     return changes
 
@@ -304,6 +304,7 @@ def norm(values: torch.Tensor) -> float:
     largest = max(abs(float(end)) for end in values.aminmax()) if values.numel() else 0.0
     if largest == 0 or math.isinf(largest):  # a difference may overflow
         return largest
+    # Then neither the squares nor their sum leave the range of float64, 1e-308 to 1e308.
     if 1e-140 < largest < 1e140:
         return math.sqrt(float(values.dot(values)))
     return largest * math.sqrt(float((values / largest).square().sum()))

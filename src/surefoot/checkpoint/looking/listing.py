@@ -101,6 +101,7 @@ def _list_run(root: Path) -> list[CheckpointLine]:
     rows = [_line(folder) for folder in named(root)]
     best_steps = (state.best_step for line, state in reversed(rows) if line.problem is None)
     best = next(best_steps, None)  # as the latest that can be read says
+    # One chain: equal to the best step, and there is one.
     lines = [replace(line, is_best=line.step == best is not None) for line, _ in rows]
     names = files.list_folder(root)
     return _with_disk(lines) + [_leftover(root / name) for name in names if is_leftover(name)]
@@ -335,8 +336,8 @@ def plan_pruning(folder: Path, options: PruneOptions) -> PrunePlan:
         PlannedCheckpoint(lines[v.step], metrics.get(v.step), _with_reason(lines[v.step], v, pins))
         for v in verdicts
     ]
-    going = [item.line.path for item in planned if not item.verdict.stays]
-    usages = [stored(path) for path in going if not path.is_symlink()]
+    deleted = [item.line.path for item in planned if not item.verdict.stays]
+    usages = [stored(path) for path in deleted if not path.is_symlink()]
     return PrunePlan(planned, freed(usages))
 
 
@@ -457,6 +458,6 @@ def added(folders: Iterable[Sequence[DiskUsage]]) -> list[int]:
 def freed(folders: Iterable[Sequence[DiskUsage]]) -> int:
     """Bytes that are freed if all ``folders`` are deleted: without hard links elsewhere."""
     names = [name for folder in folders for name in folder]
-    going = Counter(name.inode for name in names)
-    last = {name.inode: name.disk_bytes for name in names if going[name.inode] >= name.num_names}
+    counts = Counter(name.inode for name in names)
+    last = {name.inode: name.disk_bytes for name in names if counts[name.inode] >= name.num_names}
     return sum(last.values())

@@ -236,13 +236,13 @@ def _of_dicts(
     a: Mapping[object, object], b: Mapping[object, object], path: str
 ) -> Iterator[ValueChange]:
     for key in [*a, *(key for key in b if key not in a)]:
-        here = f"{path}.{key}" if path else str(key)
+        key_path = f"{path}.{key}" if path else str(key)
         if key not in b:
-            yield ValueChange(here, "only in A", a=a[key])
+            yield ValueChange(key_path, "only in A", a=a[key])
         elif key not in a:
-            yield ValueChange(here, "only in B", b=b[key])
+            yield ValueChange(key_path, "only in B", b=b[key])
         else:
-            yield from _differences(a[key], b[key], here)
+            yield from _differences(a[key], b[key], key_path)
 
 
 def _of_lists(a: list[object], b: list[object], path: str) -> Iterator[ValueChange]:

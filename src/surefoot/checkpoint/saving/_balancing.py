@@ -125,6 +125,7 @@ def _divided(box: Box, shares: Sequence[int]) -> list[tuple[int, Box]]:
     fine_enough = (dim for dim, size in enumerate(box.shape) if size >= FINE * len(shares))
     dim = next(fine_enough, max(range(len(box.shape)), key=lambda dim: box.shape[dim]))
     size, total = box.shape[dim], sum(shares)
+    # Ends are rounded, not lengths, so that errors do not add up and no row is lost.
     ends = [0, *(round(size * end / total) for end in accumulate(shares))]
     parts = []
     for place, (first, last) in enumerate(pairwise(ends)):
@@ -139,6 +140,8 @@ def _shares(total: int, loads: Sequence[int]) -> list[int]:
     """How much of ``total`` each takes so that all end as equal as possible."""
     level, filled = 0, sorted(loads)
     for count in range(1, len(filled) + 1):
+        # As water fills a vessel: the `count` lowest loads rise to one
+        # level, if the next is no lower.
         level = -(-(total + sum(filled[:count])) // count)
         if count == len(filled) or level <= filled[count]:
             break

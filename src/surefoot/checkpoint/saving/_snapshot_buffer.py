@@ -66,6 +66,7 @@ class SnapshotBuffer:
             with _in_turn(size):
                 if why := lacks_room(size):
                     raise MemoryError(why)
+                # Not ftruncate(): pages that cannot be had later would end the copy with SIGBUS.
                 os.posix_fallocate(descriptor, 0, size)
             return cls(descriptor, size)
         except MemoryError:
@@ -155,6 +156,7 @@ def places(sizes: Sequence[int]) -> tuple[list[int], int]:
     for size in sizes:
         starts.append(end)
         end = -(-(end + size) // files.PAGE) * files.PAGE
+    # A map cannot be empty.
     return starts, max(end, files.PAGE)
 
 
@@ -193,6 +195,7 @@ def image_of(shard: Shard) -> FileImage:
         if (box := shard.share.boxes.get(name)) is None:
             continue
         length = num_bytes(entry.dtype, box.shape)
+        # Whether it is one range or more: a box of columns has one for each row.
         runs = list(islice(ranges_of(entry, box), 2))
         if len(runs) == 1:
             start = _append(stretches, end, *runs[0])

@@ -47,6 +47,7 @@ def _serve(message: dict[str, Any], arena: SnapshotBuffer) -> dict[str, object]:
         saved = write(job, images, started=_must_not_be_orphaned, is_orphan=_is_orphaned)
     except CheckpointError as error:
         return {"error": str(error)}
+    # A writer that ends without an answer is taken for killed, and its save is tried again.
     except Exception as error:
         if isinstance(error, _OrphanedError):
             raise
@@ -62,6 +63,8 @@ def _must_not_be_orphaned() -> None:
 
 
 def _is_orphaned() -> bool:
+    # Only the training process has the other end (forks close it), so
+    # it hangs up with that process.
     poll = select.poll()
     poll.register(sys.stdin.fileno(), select.POLLIN)
     return any(event & select.POLLHUP for _, event in poll.poll(0))

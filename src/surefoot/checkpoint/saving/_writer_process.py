@@ -208,6 +208,7 @@ class _Writer:
         assert self.process.stdout is not None
         self._jobs, self._answers = self.process.stdin, self.process.stdout
         self.stalled: str | None = None  # why it was killed
+        # A hook cannot be removed again: with a strong reference every writer would stay for ever.
         this = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _let_go(this()))
 
@@ -312,6 +313,7 @@ def _overlapping(groups: Groups) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for device in devices:
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            # The update of this step may still be queued; the copy must see its result.
             stream.wait_stream(torch.cuda.current_stream(device))
             stack.callback(stream.synchronize)
             stack.enter_context(torch.cuda.stream(stream))
@@ -320,6 +322,8 @@ def _overlapping(groups: Groups) -> Iterator[None]:
 
 def pin(arena: SnapshotBuffer) -> bool:
     """Pin the buffer's pages for direct copies from GPUs; if that fails, copies are slower."""
+    # In place: pin_memory() would copy into memory of its own, which
+    # the writer process does not map.
     status = _runtime().cudaHostRegister(_address(arena), arena.size, 0)
     return int(status) == 0
 

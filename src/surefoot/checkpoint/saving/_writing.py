@@ -174,9 +174,12 @@ def write(
             written = write_files(job, content, part.folder, is_orphan)
             if job.nonce is not None:  # others write their part
                 gather(job, part.folder, written, is_orphan)
+                # Reports come from other machines: what all have
+                # written must cover each tensor once.
                 check_consistent(manifest_of(job, written), str(target))
             _flush(job)
             part.commit(target, dump(manifest_of(job, written)))
+    # Old checkpoints go after the commit: until then one of them may be the only whole one.
     size = sum(written.files.values())
     seconds = time.monotonic() - began
     return Saved(target, size, written.num_shared, seconds, job.forget, _forget(job))
@@ -198,6 +201,7 @@ def _size_of(job: Job) -> int | None:
     if not files.exists(job.target / MANIFEST):
         return None
     manifest = open_checkpoint(job.target).manifest
+    # The time tells this save from an older one of the same step.
     return sum(manifest.files.values()) if manifest.created == job.created else None
 
 

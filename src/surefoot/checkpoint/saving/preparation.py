@@ -159,7 +159,7 @@ def prepare(
         parts = {role: _narrowed(boxes, plan.mine.get(role, {})) for role, boxes in parts.items()}
         skeleton |= plan.optimizers
     shards = _shards(parts, tensors, kind, max_shard_size, writers)
-    ours = (
+    small = (
         {**indexes(shards, writers.size), STATE: _dump_skeleton(skeleton)}
         if writers.rank == 0
         else {}
@@ -171,7 +171,7 @@ def prepare(
         created=now(),
         versions=versions(),
         shards=shards,
-        small={**_checked(companions or {}, {*ours, MANIFEST}), **ours} if ours else {},
+        small={**_checked(companions or {}, {*small, MANIFEST}), **small} if small else {},
         parent=parent,
         layout=writers.layout,
         rank=writers.rank,
@@ -340,6 +340,7 @@ def still_in(role: FileRole, tensors: Described, moments: Collection[str]) -> Co
     still = tensors.keys() - trained_names(moments)
     sizes = {name: num_bytes(*described) for name, described in tensors.items()}
     share = sum(sizes[name] for name in still) / max(sum(sizes.values()), 1)
+    # A share of 1 is a save without an optimizer: nothing is known to be frozen.
     return still if WORTH_SHARING <= share < 1 else set()
 
 

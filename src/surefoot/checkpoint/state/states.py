@@ -40,30 +40,30 @@ class FileState:
     """A state that is saved in files of its own, ``NAME.safetensors``, after its name among the
     states: weights or, under ``X_optimizer``, the optimizer state of the weights ``X``."""
 
-    own: ShardedState
+    state: ShardedState
 
     def state_dict(self) -> dict[str, Any]:
         """The state as it is now."""
-        return self.own.state_dict()
+        return self.state.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore ``state``."""
-        self.own.load_state_dict(state)
+        self.state.load_state_dict(state)
 
 
 @dataclass(frozen=True)
 class UnshardedState(ShardedState):
     """A state of which this process has every tensor, or DTensors with their own sharding."""
 
-    own: Stateful
+    state: Stateful
 
     def state_dict(self) -> dict[str, Any]:
         """The state as it is now."""
-        return self.own.state_dict()
+        return self.state.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore ``state``."""
-        self.own.load_state_dict(state)
+        self.state.load_state_dict(state)
 
 
 @dataclass(frozen=True)
@@ -84,15 +84,15 @@ class PartialState:
         self.whole.load_state_dict({**others, **state})
 
     def cuts_of(self, pointer: str) -> Cuts | None:
-        """As ``whole`` says."""
+        """The sharding of a tensor, which does not depend on the file that it is in."""
         return self.whole.cuts_of(pointer)
 
     def is_copy(self, pointer: str) -> bool:
-        """As ``whole`` says."""
+        """Whether another rank writes this tensor, to whichever file."""
         return self.whole.is_copy(pointer)
 
     def like(self, pointer: str) -> torch.Tensor | None:
-        """As ``whole`` says."""
+        """What a tensor that does not exist yet is loaded into."""
         return self.whole.like(pointer)
 
 
@@ -104,7 +104,7 @@ def adopted(states: Mapping[str, Stateful]) -> tuple[dict[str, ShardedState], di
     for name, state in states.items():
         stateful = ModuleState(state) if isinstance(state, nn.Module) else state
         if isinstance(stateful, FileState):
-            files[name] = stateful.own
+            files[name] = stateful.state
         elif name in (MODEL, OPTIMIZER):
             files[name] = UnshardedState(stateful)
         else:
@@ -305,6 +305,8 @@ def _key(key: object, where: str) -> Skeleton:
 
 def _leaf(value: object, where: str) -> Skeleton:
     kind = type(value)
+    # The type itself, not its subclasses: a numpy.float64 is a float, and
+    # would come back as a plain one.
     if value is None or kind in (bool, str):
         return value
     if kind is int:
@@ -347,7 +349,7 @@ class PipelinedWeights(ShardedState):
     all tensors.
     """
 
-    own: ShardedState
+    here: ShardedState  # of this rank
     model: nn.Module
     elsewhere: Tensors  # on the meta device
     copies: Collection[str]  # names of what an earlier stage has as well, which then writes it
@@ -364,7 +366,7 @@ class PipelinedWeights(ShardedState):
 
     def cuts_of(self, name: str) -> Cuts | None:
         """The sharding of a tensor; None if it is not recorded."""
-        return self.own.cuts_of(name)
+        return self.here.cuts_of(name)
 
     def is_copy(self, name: str) -> bool:
         """Whether another rank writes this tensor."""
@@ -372,10 +374,10 @@ class PipelinedWeights(ShardedState):
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All names; the live tensors of this rank."""
-        return {**self.elsewhere, **self.own.state_dict(), **self._second()}
+        return {**self.elsewhere, **self.here.state_dict(), **self._second()}
 
     def _second(self) -> dict[str, torch.Tensor]:
-        parameters = {name: self.model.get_parameter(here) for name, here in self.second.items()}
+        parameters = {name: self.model.get_parameter(place) for name, place in self.second.items()}
         return {name: parameter.detach() for name, parameter in parameters.items()}
 
     @torch.no_grad()
@@ -383,22 +385,22 @@ class PipelinedWeights(ShardedState):
         """Load this rank's tensors from ``state``."""
         for name, tensor in self._second().items():
             tensor.copy_(state[name])
-        theirs = self.elsewhere.keys() | self.second.keys()
-        self.own.load_state_dict({n: tensor for n, tensor in state.items() if n not in theirs})
+        elsewhere = self.elsewhere.keys() | self.second.keys()
+        self.here.load_state_dict({n: tensor for n, tensor in state.items() if n not in elsewhere})
 
 
 @dataclass(frozen=True)
 class PipelinedOptimizer:
     """The optimizer state of some pipeline stages: ``{parameter: {slot: tensor}}``."""
 
-    own: ShardedState
+    here: ShardedState  # of this rank
     elsewhere: Collection[str]  # parameters
     copies: Collection[str]
     exchange: Exchange
 
     def cuts_of(self, pointer: str) -> Cuts | None:
         """The sharding of a tensor of the state."""
-        return self.own.cuts_of(pointer)
+        return self.here.cuts_of(pointer)
 
     def is_copy(self, pointer: str) -> bool:
         """Whether another rank writes this tensor."""
@@ -408,11 +410,11 @@ class PipelinedOptimizer:
         """A tensor that does not exist yet; on the meta device if never on this rank."""
         if pointer.rpartition(".")[0] in self.elsewhere:
             return torch.empty((), device="meta")
-        return self.own.like(pointer)
+        return self.here.like(pointer)
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """The live tensors, and the names of all ranks: a collective call."""
-        local: dict[str, dict[str, torch.Tensor]] = self.own.state_dict()
+        local: dict[str, dict[str, torch.Tensor]] = self.here.state_dict()
         slots = {name: [*tensors] for name, tensors in local.items()}
         all_slots = {n: s for part in self.exchange.of_stages(slots) for n, s in part.items()}
         empty = torch.empty((), device="meta")
@@ -420,16 +422,16 @@ class PipelinedOptimizer:
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Load this rank's tensors from ``state``."""
-        self.own.load_state_dict({n: dict(s) for n, s in state.items() if n not in self.elsewhere})
+        self.here.load_state_dict({n: dict(s) for n, s in state.items() if n not in self.elsewhere})
 
 
 def owners(exchange: Exchange, names: Iterable[str]) -> list[set[str]]:
     """The names that each rank of a pipeline is the first to have, given those of this rank."""
     seen: set[str] = set()
     owned = []
-    for theirs in exchange.of_stages(list(names)):
-        owned.append(set(theirs) - seen)
-        seen |= set(theirs)
+    for names_of_rank in exchange.of_stages(list(names)):
+        owned.append(set(names_of_rank) - seen)
+        seen |= set(names_of_rank)
     return owned
 
 

@@ -30,12 +30,12 @@ def chunked(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     first = tensors[0]
     if not first.numel():
         return
-    most = _ELEMENTS.get(first.device.type, _OTHERS)
-    if first.numel() <= most or not all(each.is_contiguous() for each in tensors):
+    max_elements = _ELEMENTS.get(first.device.type, _OTHERS)
+    if first.numel() <= max_elements or not all(each.is_contiguous() for each in tensors):
         yield tensors
         return
     rows = [each.view(-1, each.shape[-1] if first.ndim > 1 else 1) for each in tensors]
-    count = max(1, most // rows[0].shape[1])
+    count = max(1, max_elements // rows[0].shape[1])
     yield from zip(*(torch.split(each, count) for each in rows), strict=True)
 
 
@@ -63,6 +63,7 @@ def _uniform(like: torch.Tensor, noise: torch.Generator) -> torch.Tensor:
     # A hash of each element's index would be the same for every mesh, but is ten passes over memory
     # for one (decisions/0044).
     drawn = torch.empty(-(-count // 4), dtype=torch.int64, device=like.device)
+    # With bounds: without any, torch draws no negative number, and one of the four has 15 bits.
     drawn.random_(-(1 << 63), None, generator=noise)
     pairs = drawn.view(torch.int32)
     integers = torch.empty(2 * len(pairs), dtype=torch.int32, device=like.device)
@@ -73,6 +74,7 @@ def _uniform(like: torch.Tensor, noise: torch.Generator) -> torch.Tensor:
 
 def _is_finite(values: torch.Tensor) -> bool:
     """Whether all numbers are known to be finite, where asking costs little."""
+    # A sum that overflows says no as well, which costs a pass and changes no bit.
     return values.is_cpu and bool(values.sum().isfinite())
 
 
@@ -177,6 +179,7 @@ def quantize(
     tiny = torch.finfo(scales.dtype).tiny
     for numbers, scale in _blocks(values, scales, book.block):
         scale.copy_(numbers.abs().amax(-1, keepdim=True))
+        # A block of zeros has the scale 0, and 0 / 0 is no number.
         numbers.div_(scale.clamp(min=tiny))
     nearest = _nearest(values.reshape(-1), book).view(values.shape)
     if book.is_packed:

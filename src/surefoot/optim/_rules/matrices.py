@@ -52,6 +52,7 @@ def singular_vectors(update: Update, rank: int) -> torch.Tensor:
     parameter = update.parameter
     full = complete(update.grad, parameter)
     is_narrow = full.dtype.itemsize < 4
+    # torch decomposes no matrix in 16 bits.
     left, _, right = torch.linalg.svd(full.float() if is_narrow else full, full_matrices=False)
     is_right = parameter.shape[-2] >= parameter.shape[-1]
     vectors = right[..., :rank, :] if is_right else left[..., :rank]
@@ -114,10 +115,14 @@ def newton_schulz(matrix: torch.Tensor, steps: int) -> torch.Tensor:
     x: torch.Tensor = matrix.to(NS_DTYPE)
     if is_tall:
         x = x.mT
+    # By the Frobenius norm, which no singular value exceeds: the
+    # iteration needs them to be 1 at most.
     x = torch.div(x, torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7))
     product = torch.addmm if x.ndim == 2 else torch.baddbmm
     for _ in range(steps):
         gram = x @ x.mT
+        # a x + (b g + c g g) x with g = x x', of the shorter side, in two
+        # calls that add as they multiply.
         x = product(x, product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if is_tall else x
 

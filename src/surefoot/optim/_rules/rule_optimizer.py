@@ -92,6 +92,7 @@ class Update:
         beta1, beta2, epsilon = settings
         decay, (mean, square) = float(self.group["weight_decay"]), moments
         if _is_fusible(value, grad, mean, square):
+            # torch's kernel adds 1 to the number of the step itself.
             step = torch.full((), self.number - 1.0, device=value.device)
             adamw(
                 [value],
@@ -176,6 +177,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     def _update(self, name: str, parameter: nn.Parameter, group: dict[str, Any]) -> Update:
         state = self.state[parameter]
         if "step" not in state:
+            # On the CPU, where a rule reads it at every update without waiting for the device.
             state["step"] = torch.zeros(())
         state["step"] += 1
         layout, number = layout_of(name, parameter.ndim, self.layouts), int(state["step"])
@@ -202,6 +204,8 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore groups and state, in the types that are declared."""
+        # Without the state: torch casts each of its tensors to the type of the
+        # parameter, codes of 8 bits, too.
         super().load_state_dict({**state_dict, "state": {}})
         parameters = [p for group in self.param_groups for p in group["params"]]
         for number, values in state_dict["state"].items():

@@ -66,10 +66,10 @@ def part_of(
     if not isinstance(parameter, DTensor):
         return full
     mesh = parameter.device_mesh
-    same = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    replicated = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
     sharded_dims = range(parameter.ndim) if dims is None else dims
     placements = [p if _dim(p) in sharded_dims else Replicate() for p in parameter.placements]
-    return same.redistribute(placements=placements).to_local()
+    return replicated.redistribute(placements=placements).to_local()
 
 
 def zeros(

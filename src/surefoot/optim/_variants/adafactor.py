@@ -53,9 +53,12 @@ class Adafactor(Optimizer):
         scale = update.mean_square(value).sqrt().clamp(min=self.min_scale)
         update.decay()
         least = update.precision
+        # Squared, since the root comes after it, as in torch.optim.Adafactor.
         variance = self.second_moment(update, least).clamp_(min=least * least)
         change = variance.rsqrt_().mul_(update.grad)
         rms = update.mean_square(change).sqrt()
+        # The relative step of the paper: no larger than 1 / sqrt(step), in
+        # units of the weight's own size.
         factor = min(update.rate, update.number**-0.5) * scale
         value.sub_(change * (factor / (rms / self.max_update_rms).clamp(min=1.0)))
 
@@ -64,6 +67,7 @@ class Adafactor(Optimizer):
         grad = update.grad
         forget = update.number**self.beta2_decay
         if grad.ndim < 2:
+            # A copy: the caller computes with it in place.
             return update.tensor("variance").lerp_(grad * grad, forget).clone()
         rows, columns = update.tensor("row_var"), update.tensor("col_var")
         last = grad.ndim - 1

@@ -43,6 +43,7 @@ class AdamMini(Adam):
 
 def _of_heads(rows: torch.Tensor, update: Update) -> torch.Tensor:
     """The mean over the rows of each attention head, for each of this rank's ``rows``."""
+    # The rows of one head may be on two ranks.
     full = update.gathered_rows(rows)
     heads = full.view(-1, update.layout.head_size).mean(1, keepdim=True)
     spread = heads.repeat_interleave(update.layout.head_size, 0)

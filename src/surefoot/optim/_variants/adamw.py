@@ -76,6 +76,8 @@ class AdamWBf16(Adam):
     def update(self, update: Update) -> None:
         """Update one parameter."""
         moments = update.tensor("exp_avg"), update.tensor("exp_avg_sq")
+        # Another name than the weight's: both are rounded in this
+        # update, and not by the same noise.
         noise = rules.few_bits.noise_for(update.number, f"moments {update.name}", update.parameter)
         settings = (self.beta1, self.beta2, self.epsilon)
         for value, grad, *narrow in rules.few_bits.chunked(update.value, update.grad, *moments):

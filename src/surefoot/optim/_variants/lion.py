@@ -38,5 +38,7 @@ class Lion(Optimizer):
         """Update one parameter."""
         update.decay()
         grad, mean = update.grad, update.tensor("exp_avg")
+        # The weight first, with beta1 and a copy; then the momentum, with
+        # beta2: two averages of one state.
         update.value.add_(mean.lerp(grad, 1 - self.beta1).sign_(), alpha=-update.rate)
         mean.lerp_(grad, 1 - self.beta2)

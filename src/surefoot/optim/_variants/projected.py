@@ -143,6 +143,7 @@ class Apollo(LowRank):
         norm = update.add_over_shards(scaled.float().square().sum(), dims).sqrt()
         last = update.tensor("update_norm")
         factor = GROWTH / (norm / (last + 1e-8)).clamp(min=GROWTH)
+        # There is no update before the first that could bound it.
         if update.number == 1:
             factor = norm.new_ones(())
         last.copy_(norm * factor)

@@ -42,7 +42,7 @@ class ScheduleFree(Adam):
 
     @property
     def points(self) -> ScheduleFree:
-        """Its own."""
+        """Gradients are computed at an average of two points, of which one is saved."""
         return self
 
     def update(self, update: Update) -> None:
@@ -53,13 +53,17 @@ class ScheduleFree(Adam):
             z.copy_(update.value)
             average.copy_(update.value)
         point = self.point(z, average)
+        # The decay is that of y, where the gradient is, as in the authors' package.
         z.sub_(point, alpha=rate * update.group["weight_decay"])
         square.mul_(self.beta2).addcmul_(grad, grad, value=1 - self.beta2)
         root = (square / (1 - self.beta2**update.number)).sqrt_().add_(self.epsilon)
         z.addcdiv_(grad, root, value=-rate)
         largest, total = update.tensor("largest_rate"), update.tensor("weight_sum")
+        # Steps weigh as the square of the largest rate so far (`weight_lr_power` 2 of that
+        # package), so those of a warmup weigh little.
         largest.clamp_(min=rate)
         total.add_(largest.square())
+        # A rate of 0 at first would make 0 / 0.
         share = (largest.square() / total.clamp(min=1e-30)).to(average)
         average.lerp_(z, share)
         update.value.copy_(average)

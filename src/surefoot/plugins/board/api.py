@@ -175,6 +175,7 @@ class CheckpointBody(PageBody):
 @routes.post("/checkpoints")
 async def command(body: CheckpointBody, board: OfBoard) -> Answer:
     """Start a command; its answer is fetched by the number of the job."""
+    # This handler is async, as start() makes a task, which needs the loop of this thread.
     return board.commands.start(*_arguments(board.root, body)).as_data()
 
 
@@ -188,6 +189,7 @@ def _arguments(root: Path, body: CheckpointBody) -> list[str]:
         return ["ckpt", "prune", typed(root, folder), how, "--json", *options]
     names, paths = {line.path.name for line in list_run(folder)}, []
     for name in (body.checkpoint, body.other) if body.command == "diff" else (body.checkpoint,):
+        # Only what is listed: a page may send any text as a name.
         if name not in names:
             raise RunError(f"{name}: is not a checkpoint of this run (any more)")
         paths.append(typed(root, inside(root, f"{name_of(root, folder)}/{name}")))
@@ -258,6 +260,7 @@ def _model_of(board: Board, body: ChatBody) -> str:
     if body.checkpoint != "base":
         name = f"{body.run}/{body.checkpoint}" if body.checkpoint else body.run
         return str(inside(board.root, name))
+    # Without links, which might lead a page to any file of this user.
     data = parse(read_text(folder / RUN_RECIPE, follow=False), RUN_RECIPE).data
     model = data.get("model") if isinstance(data, dict) else None
     path = model.get("path") if isinstance(model, dict) else None

@@ -120,11 +120,14 @@ class Guard:
             await send(message)
 
         answering = self._refusal(Request(scope)) or self.app
+        # A request in chunks does not say its length, so the bytes are counted as they come.
         await answering(scope, LimitedBody(receive, MAX_BODY), sending)
 
     def _refusal(self, request: Request) -> Response | None:
         headers, path = request.headers, request.url.path
         is_reading = request.method in ("GET", "HEAD")
+        # Before all else, and all of them: headers.get would give the
+        # first of two (decisions/0070).
         if why := self.hosts.refusal(headers.getlist("host"), "board"):
             return _refused(421, why)
         is_of_page = not path.startswith("/api/") or _is_from_here(headers)
@@ -155,6 +158,7 @@ class Guard:
         """The way in by ``?token=``, or None if the token is there."""
         query_token = request.query_params.get("token", "")
         if self._is_token(query_token) and request.method == "GET":
+            # Without the token in the address, which is copied, and stays in the history.
             entrance = RedirectResponse("/", 303)
             entrance.set_cookie(COOKIE, query_token, httponly=True, samesite="strict", path="/")
             return entrance
@@ -164,6 +168,7 @@ class Guard:
         return _refused(401, "open the address with ?token=… that `surefoot board` has printed")
 
     def _is_token(self, text: str) -> bool:
+        # As bytes: text with letters beyond ASCII raises a TypeError.
         return hmac.compare_digest(text.encode(), (self.token or "").encode())
 
 

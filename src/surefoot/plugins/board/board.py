@@ -131,8 +131,10 @@ class Board:
             is_file = text.startswith("file:")
             if "://" in text and not is_file:
                 continue
+            # fsspec opens these as files, with any number of slashes.
             path = re.sub("^file:/*", "/", text) if is_file else os.path.expanduser(text)  # noqa: PTH111
             for start in {base, self.root}:
+                # With links followed: one below ROOT may lead out of it.
                 resolved = Path(os.path.realpath(start / path))
                 if not any(resolved.is_relative_to(folder) for folder in allowed_folders):
                     return (
@@ -152,6 +154,7 @@ def _texts(data: object) -> Iterator[str]:
     if isinstance(data, Mapping | list):
         for value in data.values() if isinstance(data, Mapping) else data:
             yield from _texts(value)
+    # Longer than any path of Linux, or no path at all.
     elif isinstance(data, str) and len(data) < 4096 and "\n" not in data and "\0" not in data:
         yield data
 
@@ -192,6 +195,7 @@ def _of_machine(folder: Path) -> MetricsFile:
     metrics, before, last = MetricsFile(folder / LAUNCHES), 0.0, 0.0
     for row in _events(folder):
         if row.get("event") == "launch":
+            # Each launch counts its own from 0.
             before, last = before + last, 0.0
         if row.get("event") != "log" or type(row.get("step")) is not int:
             continue
@@ -216,6 +220,7 @@ def sample_files(folder: Path) -> list[dict[str, Any]]:
 
 def read_samples(folder: Path, name: str) -> dict[str, object]:
     """The first rows of a file without what no page shows, and how many lines are no rows."""
+    # Only what is listed: a page may send any text as a name.
     if name not in {sample["name"] for sample in sample_files(folder)}:
         return {"rows": [], "broken": 0}
     with open_inside(folder, name) as file:

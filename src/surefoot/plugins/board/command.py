@@ -151,8 +151,8 @@ def _columns(rows: Sequence[Row]) -> dict[str, list[Text]]:
 def _step(row: Row) -> str:
     if row["step"] is None:
         return ""
-    most = row["max_steps"]
-    return f"{row['step']:,}" if most in (None, row["step"]) else f"{row['step']:,} / {most:,}"
+    total = row["max_steps"]
+    return f"{row['step']:,}" if total in (None, row["step"]) else f"{row['step']:,} / {total:,}"
 
 
 @click.command()
@@ -201,6 +201,7 @@ def watch(places: tuple[str, ...], *, metrics: tuple[str, ...], once: bool, ever
                 shown, is_running = look()
                 live.update(shown, refresh=True)
                 after = 0 if is_running else after + 1
+    # The alternate screen is gone, and what it showed last with it.
     screen.print(shown)
 
 
@@ -257,10 +258,10 @@ def _facts(row: Row) -> Iterator[Text]:
     yield state.append(f" ({one_line(row['because'])})" if row["because"] else "", style="dim")
     if row["problem"]:
         yield Text(one_line(row["problem"]), "red", no_wrap=True, overflow="crop")
-    step, most = row.get("step"), row.get("max_steps")
+    step, total = row.get("step"), row.get("max_steps")
     parts = []
     if step is not None:
-        share = f"/{most:,} ({100 * step / most:.0f} %)" if most else ""
+        share = f"/{total:,} ({100 * step / total:.0f} %)" if total else ""
         parts.append(f"step {step:,}{share}")
     if (left := row.get("seconds_left")) is not None:
         parts.append(f"left {duration(left)}")

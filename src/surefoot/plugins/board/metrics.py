@@ -77,6 +77,7 @@ class MetricsFile:
             if type(value) not in _NUMBERS:
                 continue
             if (column := self.columns.get(name)) is None:
+                # Anybody may have written the file: names without end would fill the memory.
                 if len(self.columns) == _MAX_COLUMNS:
                     continue
                 column = self.columns[name] = Column()
@@ -127,6 +128,7 @@ def smoothed(column: Column, half: int) -> Column:
 
     values = np.frombuffer(column.values, dtype=np.float64)
     is_number = np.isfinite(values)
+    # Sums of all before: a window costs the same, however wide it is.
     sums = np.concatenate(([0.0], np.cumsum(np.where(is_number, values, 0.0))))
     counts = np.concatenate(([0], np.cumsum(is_number)))
     place = np.arange(len(values))

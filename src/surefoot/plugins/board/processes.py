@@ -52,6 +52,7 @@ async def ended(process: Process) -> None:
     """End a process, and those that it has started."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
+            # The group has the number of the process, as `started` gives it a session.
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
 
@@ -146,6 +147,7 @@ class ChildCommands:
     def train(self, arguments: Sequence[str], folder: Path) -> int:
         """Start training in a session of its own; its output goes to ``folder``. Returns the number
         of the process. Raises ``RunError``."""
+        # A run has no lock while it opens its model: a second click must not start it twice.
         if is_locked(folder) or state_of(folder).evidence == "starting":
             raise RunError(f"{folder}: a process is training there already")
         self.reap()
@@ -155,6 +157,7 @@ class ChildCommands:
 
     def reap(self) -> list[int]:
         """Forget training processes that have ended; the numbers of those that run."""
+        # poll() takes their exit codes, too; without it they would stay as zombies.
         self._training = [process for process in self._training if process.poll() is None]
         return [process.pid for process in self._training]
 
@@ -189,6 +192,7 @@ class OpenModel:
         try:
             line = await self.process.stdout.readline()
         except ValueError:
+            # asyncio's word for a line beyond the limit.
             raise RunError("the answer is too long") from None
         event = parsed(line)
         if event is None:
@@ -223,6 +227,7 @@ class OpenModel:
 
     async def _keep_errors(self) -> None:
         assert self.process.stderr is not None
+        # Read all the time: a full pipe would stop the process.
         while block := await self.process.stderr.read(1 << 14):
             self.errors += block
             del self.errors[:-_ERRORS]
@@ -262,6 +267,7 @@ class Conversations:
     async def _model(self, path: str) -> OpenModel:
         if path in self._open and self._open[path].process.returncode is not None:
             await self._drop(path)
+        # Put back at the end below, so that the first is the one used least recently.
         model = self._open.pop(path, None)
         while model is None and len(self._open) >= MAX_MODELS:
             await self._drop(next(iter(self._open)))

@@ -152,6 +152,7 @@ async def attempt(body: TryBody, board: OfBoard) -> Answer:
     with contextlib.suppress(RecipeError):  # the command says what is wrong with it
         if outside := board.refusal(parse(body.text, _NAME).data, folder):
             raise RunError(outside)
+    # Beside the file that it will be, since a recipe's paths may be relative to its folder.
     draft = folder / _DRAFT.format(secrets.token_hex(6))
     write_aside(draft, body.text.encode())
     options = ["--json", *(["-n", str(body.count)] if body.command == "preview" else [])]

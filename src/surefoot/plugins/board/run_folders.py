@@ -100,6 +100,7 @@ def below(root: Path, name: str) -> Path:
     if "\0" in name or any(len(part) > _MAX_NAME for part in name.split("/")):
         raise OutsideRootError("this is not a path")
     path = Path(os.path.realpath(root / name))
+    # After links are followed: one below ROOT may lead out of it.
     if not path.is_relative_to(root):
         raise OutsideRootError(f"{name}: is outside of {root}, the folder of this board")
     return path
@@ -131,6 +132,7 @@ def new_inside(root: Path, name: str) -> Path:
 
 def _folders(folder: Path, depth: int) -> Iterator[Path]:
     yield folder
+    # A run may be ROOT itself, and have others below it; in other runs there are none.
     if depth == MAX_DEPTH or (depth and is_run(folder)):
         return
     try:

@@ -140,6 +140,7 @@ def tail(path: Path, length: int) -> bytes:
             data = file.read(start, file.size - start)
     except OSError:
         return b""
+    # The first line may have been cut.
     return data.partition(b"\n")[2] if start else data
 
 
@@ -158,8 +159,10 @@ class Summaries:
         train, evaluation, is_broken = last_rows(folder)
         facts = self._facts_of(folder)
         steps = [row.get("step") for row in (beat, train, end)]
+        # Each is written at another moment; the largest is the latest.
         step = max((value for value in steps if type(value) is int), default=None)
-        most = beat.get("max_steps", step if state.name == "complete" else None)
+        total = beat.get("max_steps", step if state.name == "complete" else None)
+        # Clocks differ: a heartbeat of another machine may be of the future.
         silent = max(0.0, time.time() - since) if (since := figure(beat.get("time"))) else None
         metric = facts.get("best_metric", "eval_loss")
         return {
@@ -175,11 +178,11 @@ class Summaries:
             "has_begun": is_begun,
             "reason": None if is_begun or is_running else why_not_begun(folder, state),
             "step": step,
-            "max_steps": most if type(most) is int else None,
+            "max_steps": total if type(total) is int else None,
             "loss": figure(train.get("loss")),
             "metric": {"name": metric, "value": figure(evaluation.get(metric))},
             "speed": figure(train.get("tokens_per_second")),
-            "seconds_left": _seconds_left(beat, step, most) if is_running else None,
+            "seconds_left": _seconds_left(beat, step, total) if is_running else None,
             "changed": changed(folder),
             "broken_metrics": is_broken,
             **facts,
@@ -243,12 +246,12 @@ def _variant(value: object) -> str:
     return str(next(iter(value), "") if isinstance(value, Mapping) else value or "")
 
 
-def _seconds_left(beat: Mapping[str, object], step: int | None, most: object) -> float | None:
+def _seconds_left(beat: Mapping[str, object], step: int | None, total: object) -> float | None:
     """By the speed of this launch: earlier ones may have run elsewhere."""
     began, now, first = (figure(beat.get(name)) for name in ("since", "time", "first_step"))
     if began is None or now is None or first is None or step is None or step <= first:
         return None
-    return (now - began) / (step - first) * max(0, most - step) if isinstance(most, int) else None
+    return (now - began) / (step - first) * max(0, total - step) if isinstance(total, int) else None
 
 
 def changed(folder: Path) -> float | None:

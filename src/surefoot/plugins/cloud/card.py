@@ -42,6 +42,7 @@ def model_card(contents: Publication, name: str, base: str | None, terms: str | 
     manifest = open_checkpoint(folder).manifest if (folder / MANIFEST).is_file() else None
     step = None if manifest is None else manifest.step
     data = recipe.get("data") or {}
+    # The hub links ids; names of local rows would lead nowhere.
     ids = [d for d in data.get("datasets") or [] if isinstance(d, str) and d.count("/") == 1]
     relation = "adapter" if is_adapter else "quantized" if has_gguf else "finetune"
     is_id = base is not None and base.count("/") == 1

@@ -68,9 +68,11 @@ def upload(store: Store, folder: Path, *, replace: bool = False) -> int:
             return 0  # the very same checkpoint, from an earlier try
         if not replace:
             raise taken
+        # A copy first: create() below replaces nothing, and the damage can still be looked at.
         store.write(f"{name}/{DAMAGED}", there)
         store.delete(f"{name}/{MANIFEST}")
     sizes = open_checkpoint(folder).manifest.files
+    # So that no large file begins when all others have ended.
     largest_first = sorted(sizes, key=lambda file: (-sizes[file], file))
     with files.raising(CheckpointError):
         in_parallel(lambda file: store.put(f"{name}/{file}", folder / file), largest_first, WORKERS)
@@ -86,6 +88,7 @@ def upload(store: Store, folder: Path, *, replace: bool = False) -> int:
 def remove(store: Store, name: str) -> None:
     """Delete a checkpoint in the store: its manifest first, then its files."""
     store.delete(f"{name}/{MANIFEST}")
+    # After the manifest: what is half deleted is then uncommitted, and not damaged.
     in_parallel(store.delete, sorted(store.list(name)), WORKERS)
     store.delete_folder(name)
 
@@ -122,6 +125,7 @@ def _download_files(store: Store, name: str, checkpoint: CheckpointFolder) -> No
                 for file in missing
             }
 
+            # Bound as a default: the loop gives the name another value.
             def fetch(part: tuple[str, int, int], opened: dict[str, files.File] = opened) -> None:
                 file, start, stop = part
                 opened[file].write_at(start, store.read_range(f"{name}/{file}", start, stop))
@@ -143,6 +147,7 @@ def _download_files(store: Store, name: str, checkpoint: CheckpointFolder) -> No
         if not missing:
             return
     there = str(store.address.inside(name))
+    # The temporary folder of the message is gone when somebody reads it.
     raise StoredDamageError(problems[0].replace(str(checkpoint.path), there))
 
 
@@ -154,6 +159,7 @@ def _whole_manifest(store: Store, name: str) -> tuple[bytes, Manifest]:
         raise StoredDamageError(f"{address} was never committed: no {MANIFEST}")
     try:
         text, manifest = _read_manifest(store, there, name)
+    # Of a store that cannot be reached, nothing is known; it is no damage.
     except StoreError:
         raise
     except CheckpointError as error:
@@ -200,6 +206,7 @@ def _line(store: Store, there: Contents, name: str) -> tuple[CheckpointLine, Tra
     path, state = Path(name), TrainerStateFile()
     try:
         _, manifest = _read_manifest(store, there, name)
+    # As above: a listing must not call it damaged.
     except StoreError:
         raise
     except CheckpointError as error:

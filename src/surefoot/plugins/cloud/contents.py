@@ -53,6 +53,7 @@ REMOVED = "<removed>"
 TEXT = (".json", ".jsonl", ".yaml", ".yml", ".md", ".txt", ".jinja", ".Modelfile")
 VOCABULARY = ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json")
 MAX_BYTES = 64 << 20  # of a text that is searched
+# Tokens of Hugging Face, ModelScope, OpenAI, GitHub and AWS, private keys, passwords in URLs.
 _SECRETS = re.compile(
     r"\bhf_[A-Za-z0-9]{20,}"
     r"|\bms-[0-9a-f]{8}-[0-9a-f-]{20,}"
@@ -63,6 +64,8 @@ _SECRETS = re.compile(
     r"|(?<=://)[^\s/:@]+:[^\s/@]+(?=@)"
 )
 _NAMES = re.compile(r"(TOKEN|SECRET|PASSWORD|API_KEY|ACCESS_KEY)$")
+# Paths are known by how they begin: chat templates of published models have paths of sandboxes,
+# which a general pattern would remove, too (decisions/0068).
 _HOMES = r"/(?:home|Users)/[^/\s\"']+|/root"
 _REST = r"((?:/[^/\s\"',;`)\]}]+)*)/?"
 _BEFORE = r"(?<![\w./~:-])"
@@ -89,6 +92,7 @@ class Redaction:
         vocabulary is left as it is."""
         name = Path(file.path).name
         is_text = Path(name).suffix in TEXT or name == "Modelfile"
+        # A token that looks like a path or a key is still a token.
         if not is_text or name in VOCABULARY or file.size > MAX_BYTES:
             return file
         before = file.read()
@@ -104,9 +108,11 @@ class Redaction:
 
 def redaction_of(folders: Iterable[Path], environment: Mapping[str, str] = os.environ) -> Redaction:
     """Secrets of the environment; this user's folder, the current one, and ``folders``."""
+    # A shorter value may be a word of any text.
     values = {v for name, v in environment.items() if _NAMES.search(name) and len(v) >= 8}
     roots = {Path.home(), Path.cwd(), Path(tempfile.gettempdir()), *folders}
     paths = {str(root) for root in roots} | {str(root.resolve()) for root in roots}
+    # Not `/`, with which all paths begin; longest first, as of two alternatives the first one wins.
     longest = sorted((f for f in paths if len(Path(f).parts) > 1), key=len, reverse=True)
     return Redaction(tuple(sorted(values)), tuple(longest))
 

@@ -101,6 +101,7 @@ def _damaged(folder: Path) -> Iterator[tuple[Path, str]]:
         kind = _KINDS.get(len(blob.name)) if _HASH.fullmatch(blob.name) else None
         if kind is None or _mark_of(blob).exists():
             continue
+        # git hashes this line before the content.
         head = b"blob %d\0" % blob.stat().st_size if kind == "sha1" else b""
         if (digest := digest_of(blob, kind, head)) != blob.name:
             yield path, f"its hash is {digest}, expected {blob.name}"
@@ -133,14 +134,15 @@ def _prefetch(kind: Kind, name: str, revision: str | None, chosen: _Chosen) -> N
     """Download the files of a repository to the library's cache, which names them by their hash.
     Raises ``HubError``: a file arrives damaged; errors of the library."""
     api = HfApi(endpoint=constants.ENDPOINT)
-    about = api.model_info if kind == "models" else api.dataset_info
+    info_of = api.model_info if kind == "models" else api.dataset_info
     try:
-        found = about(name, revision=revision, files_metadata=True)
+        repository = info_of(name, revision=revision, files_metadata=True)
     except (HTTPError, OSError):  # what is on this machine may be enough
         return
-    listed = {each.rfilename: each for each in found.siblings or ()}
+    listed = {each.rfilename: each for each in repository.siblings or ()}
     cache = Path(constants.HF_HUB_CACHE) / f"{kind}--{name.replace('/', '--')}" / "blobs"
     wanted = filter_repo_objects(listed, allow_patterns=chosen[0], ignore_patterns=chosen[1])
+    # Two processes would append to the same part.
     with locked(default_cache().with_name("hub") / kind / name):
         for path in sorted(wanted):
             size, lfs, git = listed[path].size, listed[path].lfs, listed[path].blob_id
@@ -149,7 +151,8 @@ def _prefetch(kind: Kind, name: str, revision: str | None, chosen: _Chosen) -> N
                 continue
             if size > constants.MAX_HTTP_DOWNLOAD_SIZE:  # which is left to Xet
                 continue
-            url = hf_hub_url(name, path, repo_type=kind.removesuffix("s"), revision=found.sha)
+            # The commit that was listed: `main` may move in the meantime.
+            url = hf_hub_url(name, path, repo_type=kind.removesuffix("s"), revision=repository.sha)
             logger.info("downloading %s of %s: %d bytes", path, name, size)
             kind_of_hash = "sha256" if lfs is not None else "hash in git"
             for is_last in (False, True):
@@ -229,9 +232,9 @@ class ModelScope:
                 f"{installation('modelscope_hub')}, or download it with another program, and name "
                 "the folder"
             ) from None
-        known = _Complete(f"{kind} {name} {revision}", frozenset(patterns), frozenset(ignored))
+        complete = _Complete(f"{kind} {name} {revision}", frozenset(patterns), frozenset(ignored))
         if (setting := offline_setting()) is not None:
-            return known.folder(
+            return complete.folder(
                 f"{name} of ModelScope is not on this machine, and {setting} is set; unset "
                 f"{setting}, or download it on a machine with a network"
             )
@@ -257,9 +260,9 @@ class ModelScope:
                 file_list=entries,
             )
         except modelscope_hub.NetworkError as error:
-            found = known.folder(f"ModelScope cannot be reached ({error}); check the network")
-            logger.warning("ModelScope cannot be reached; using the copy in %s", found)
-            return found
+            folder = complete.folder(f"ModelScope cannot be reached ({error}); check the network")
+            logger.warning("ModelScope cannot be reached; using the copy in %s", folder)
+            return folder
         except modelscope_hub.NotExistError:
             raise HubError(
                 f"ModelScope has no {name}, or not this revision; expected owner/name"
@@ -272,7 +275,7 @@ class ModelScope:
         except (modelscope_hub.HubError, OSError, ValueError) as error:
             raise HubError(f"{name} of ModelScope: {error}") from None
         # Without a network, the package returns half a snapshot as if it were complete.
-        known.note(folder)
+        complete.note(folder)
         return folder
 
 
@@ -295,7 +298,7 @@ class _Complete:
         raise HubError(missing)
 
     def note(self, folder: Path) -> None:
-        """It is complete."""
+        """Note that ``folder`` has all that was wanted."""
         download = {
             "folder": str(folder),
             "patterns": sorted(self.patterns),

@@ -91,9 +91,9 @@ class Mirror:
     def _next(self) -> int | None:
         """The latest checkpoint that is local, not in the store, and may be uploaded."""
         for step in sorted(map(step_of, committed(self._folder)), reverse=True):
-            known = self._checkpoints[step]
-            is_done = known.there == "whole" or step == self._uploading
-            if not (is_done or known.is_dropped or known.has_failed or step in self._leaving):
+            state = self._checkpoints[step]
+            is_done = state.there == "whole" or step == self._uploading
+            if not (is_done or state.is_dropped or state.has_failed or step in self._leaving):
                 return step
         return None
 
@@ -147,8 +147,8 @@ class Mirror:
         if step is not None:
             self._checkpoints[step].there = "whole"
             size = readable(answer["num_bytes"])
-            said = "uploaded checkpoint-%d to %s (%s in %.1f s)"
-            logger.info(said, step, self.address, size, answer["seconds"])
+            message = "uploaded checkpoint-%d to %s (%s in %.1f s)"
+            logger.info(message, step, self.address, size, answer["seconds"])
 
     def _try_again(self) -> None:
         """Forget what has failed, and so do it with the next task."""
@@ -159,8 +159,8 @@ class Mirror:
     @property
     def steps(self) -> frozenset[int]:
         """The steps that exist in the store, as far as is known."""
-        known = self._checkpoints.items()
-        return frozenset(step for step, checkpoint in known if checkpoint.there == "whole")
+        checkpoints = self._checkpoints.items()
+        return frozenset(step for step, checkpoint in checkpoints if checkpoint.there == "whole")
 
     @property
     def protected(self) -> set[int]:
@@ -194,8 +194,8 @@ class Mirror:
         if self._task is None:
             self._start()
         elif uploading is not None and uploading < step_of(path):
-            said = "upload of %s queued: checkpoint-%d is still being uploaded to %s"
-            logger.info(said, path.name, uploading, self.address)
+            message = "upload of %s queued: checkpoint-%d is still being uploaded to %s"
+            logger.info(message, path.name, uploading, self.address)
 
     def on_deleted(self, names: Iterable[str]) -> None:
         """Delete these in the store too, as soon as a later one is there."""
@@ -215,6 +215,7 @@ class Mirror:
         self._leaving = set()  # no save is on its way any more that would drop them
         self._wait()
         if self._failure is None:
+            # Metrics and results of the end are newer than the last checkpoint.
             self._start(run_files=True)
             self._wait()
         if self._failure is not None:
@@ -244,6 +245,7 @@ class Mirror:
     ) -> None:
         try:
             is_lost = isinstance(error, LostPeerError)  # a run that starts again must not wait
+            # KeyboardInterrupt is no Exception: nobody waits for an upload then.
             if error is None or (isinstance(error, Exception) and not is_lost):
                 self.finish()
         except CheckpointError as failure:
@@ -252,6 +254,7 @@ class Mirror:
             logger.error("%s", failure)
         finally:
             if self._worker is not None:
+                # One that still uploads finishes by itself, and is not waited for.
                 self._worker.release(wait=self._task is None)
 
 

@@ -88,6 +88,8 @@ class HubUploads(RunUploads):
     def _start(self) -> None:
         try:
             command = ["-m", "surefoot", *self._words]
+            # No library of a hub in the memory of the run, and its end is
+            # an exit code (decisions/0068).
             self._child = Child(command, log=self.folder / LOG, patience=_SECONDS)
             # it hashes all weights while the run trains
             os.setpriority(os.PRIO_PROCESS, self._child.process.pid, 19)

@@ -47,7 +47,7 @@ _Hashes = tuple[str, str]  # sha256, and the hash that git has, empty for large 
 
 @dataclass(frozen=True, kw_only=True)
 class Destination:
-    """Where to, and how."""
+    """The repository to upload to, and what may happen to it."""
 
     name: str
     is_private: bool = True
@@ -109,6 +109,7 @@ def push(
         if contents.source and there.source == contents.source:
             uploaded = {**there.uploaded}
             unchanged = {name for name in others if _is_as_uploaded(there, name)}
+            # `-` binds first: what this upload would overwrite, and somebody has edited.
             others = others & files.keys() - unchanged
             removed = sorted(n for n in unchanged - files.keys() if not _is_of_step(n))
             if CARD in others:
@@ -214,6 +215,7 @@ def _commit(
     files of this run that were uploaded before; those of checkpoints stay."""
     name = upload.target.name
     if there is None:
+        # An earlier try may have made it, and failed after that.
         api.create_repo(name, private=upload.target.is_private, exist_ok=True)
     adding = [_addition(file) for file in upload.files]
     files = {path: hashes for path, hashes in uploaded.items() if path not in upload.removed}
@@ -234,6 +236,7 @@ def _commit(
         name,
         [*adding, *(CommitOperationDelete(path_in_repo=path) for path in upload.removed)],
         commit_message="Upload with Surefoot",
+        # The hub refuses the commit if somebody else has made one since the look.
         parent_commit=None if there is None else there.commit or None,
     )
 

@@ -68,7 +68,7 @@ class StoredRun:
 
     @property
     def address(self) -> Address:
-        """Where it is."""
+        """The URL of the run."""
         return self.store.address
 
     def get(self, name: str) -> Path:
@@ -121,6 +121,7 @@ class StoredRun:
     def _bring(self, names: Iterable[str]) -> None:
         """Download some of the run's files."""
         for name in names:
+            # A listing may have any names, and must not lead out of the folder.
             if is_plain_name(name) and self.there.files[name] <= MAX_RUN_FILE:
                 data = self.store.read(name)
                 with files.raising(RunError, f"cannot copy {self.address}/{name}"):
@@ -143,9 +144,9 @@ class ObjectStores:
 
     def open_run(self, address: Address, folder: Path, *, seconds: float) -> StoredRun:
         """Open a run. Raises ``StoreError`` if the store cannot be used."""
-        found = _open(address, folder, seconds)
-        found.bring_recipe()
-        return found
+        run = _open(address, folder, seconds)
+        run.bring_recipe()
+        return run
 
     def fetch(self, address: Address, cache: Path | None = None, *, seconds: float = 600) -> Path:
         """The local copy of a checkpoint, or of the latest one of a run."""

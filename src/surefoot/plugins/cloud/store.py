@@ -113,6 +113,7 @@ class RetryPolicy:
                 left = self.seconds - (time.monotonic() - began)
                 if not is_passing(error) or left <= 0:
                     raise _final(what, error, tries) from error
+                # Once, after about a second: what passes sooner is not worth a line.
                 log = logger.warning if tries == 4 else logger.debug
                 log("%s: %s; retrying for up to %.0f s", what, said(error), left)
             time.sleep(min(pause * self._random.uniform(0.5, 1.0), max(left, 0)))
@@ -123,12 +124,14 @@ def is_passing(error: BaseException) -> bool:
     """Whether the same call may succeed a moment later."""
     code = status_of(error)
     if code is not None:
+        # Timeout, conflict, too early, too many requests.
         return code >= 500 or code in (408, 409, 425, 429)
     is_final = isinstance(error, _FINAL) or getattr(error, "errno", None) in _DISK
     return not is_final and not _lacks_credentials(error)
 
 
 def _lacks_credentials(error: BaseException) -> bool:
+    # By name: each library has classes of its own, and none of them need be installed.
     return any(_CREDENTIALS.search(cls.__name__) for cls in type(error).__mro__)
 
 
@@ -136,12 +139,12 @@ def status_of(error: BaseException) -> int | None:
     """The HTTP status of a library's error, if it has one."""
     response = getattr(error.__cause__, "response", None) or getattr(error, "response", None)
     if isinstance(response, dict):
-        found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        return found if isinstance(found, int) else None
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return status if isinstance(status, int) else None
     for name in ("code", "status", "status_code"):
-        found = getattr(error, name, None)
-        if isinstance(found, int):
-            return found
+        status = getattr(error, name, None)
+        if isinstance(status, int):
+            return status
     return None
 
 
@@ -199,6 +202,7 @@ class Store:
             try:
                 return dict(self._files.find(top, detail=True))
             except FileNotFoundError as error:
+                # An empty folder does not exist in a store; a missing bucket is a mistake.
                 if "bucket" in str(error).lower():
                     raise
                 return {}
@@ -221,6 +225,7 @@ class Store:
         def read() -> bytes:
             data = bytes(self._files.cat_file(self._at(name), start=start, end=stop))
             if len(data) != stop - start:
+                # An error that may pass, so that the range is read again.
                 raise ConnectionError(f"received {len(data)} bytes, expected {stop - start}")
             return data
 

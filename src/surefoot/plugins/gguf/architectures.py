@@ -50,6 +50,7 @@ ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     "qwen2": GGUFArchitecture("qwen2", biased=_ALL[:3]),
     "qwen3": GGUFArchitecture("qwen3"),
     "qwen3_moe": GGUFArchitecture("qwen3moe"),
+    # Gemma multiplies by 1 + weight in its norms, llama.cpp by what is in the file.
     "gemma2": GGUFArchitecture("gemma2", "gelu_pytorch_tanh", norm_shift=1.0, window_period=2),
     "gemma3_text": GGUFArchitecture("gemma3", "gelu_pytorch_tanh", norm_shift=1.0, window_period=6),
     "phi3": GGUFArchitecture("phi3", long_rope=True, is_partial=True),
@@ -99,6 +100,7 @@ def _differences(config: PretrainedConfig, row: GGUFArchitecture) -> list[str]:
         is_largest = config.num_hidden_layers == _LARGEST[row.name]
         whole = config.hidden_size // config.num_attention_heads
         expected_scalar = whole if is_largest else head_dim(config)
+        # The file has no field for it.
         if config.query_pre_attn_scalar != expected_scalar:  # which llama.cpp takes for granted
             differences.append(
                 f"query_pre_attn_scalar is {expected_scalar}, not {config.query_pre_attn_scalar}"
@@ -121,6 +123,7 @@ def window_note(config: PretrainedConfig, row: GGUFArchitecture) -> str:
     if row.window_period or row.name == "phi3" or not window:
         return ""
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    # A window as long as the context hides nothing.
     if "sliding_attention" not in kinds or window >= config.max_position_embeddings:
         return ""
     return f"llama.cpp's {row.name} has no sliding window: beyond {window:,} tokens answers differ"
@@ -140,6 +143,7 @@ def add_settings(writer: GGUFWriter, config: PretrainedConfig, row: GGUFArchitec
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     width = head_dim(config)
+    # Not always hidden_size / heads, which llama.cpp takes without it: Qwen3 and Gemma differ.
     writer.add_key_length(width)
     writer.add_value_length(width)
     rotated = int(width * rope_of(config).get("partial_rotary_factor", 1.0))
@@ -213,6 +217,7 @@ def check_rope(config: PretrainedConfig, row: GGUFArchitecture, where: str) -> N
             f"{where}: llama.cpp's {row.name} has no rope_type {kind}, only "
             f"{', '.join(sorted(rope_types))}"
         )
+    # The file has one kind of scaling, that of the layers that attend to all tokens.
     inner = config.rope_parameters.get("sliding_attention", {})
     if inner.get("rope_type", "default") != "default":
         raise ModelError(f"{where}: GGUF cannot rescale the positions of layers with a window")

@@ -79,6 +79,8 @@ def write_model(parts: ModelFolders, target: Path, quantize: str, progress: Prog
     with torch.device("meta"):  # what transformers builds for that configuration
         expected_state = auto_class(config).from_config(config).state_dict()
     shapes = {name: tuple(tensor.shape) for name, tensor in expected_state.items()}
+    # Names are checked both ways: what is left out would otherwise show in the
+    # answers only (decisions/0063).
     check_complete(tensors, file_tensors(shapes, config, row, where), where)
 
     tokenizer, num_rows = load_tokenizer(parts.tokenizer), tensors[_EMBEDDINGS].shape[0]
@@ -130,6 +132,8 @@ def types_of(
 ) -> dict[str, GGMLQuantizationType]:
     """The type of every tensor; says which rows do not fit the one that the format wants."""
     num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+    # llama.cpp tells Llama 2 70B from 65B by this: 8 query heads share one of attn_v
+    # there, so more bits cost little.
     is_70b = row.name == "llama" and config.num_hidden_layers == 80 and num_heads != num_kv_heads
     shape = LayerCounts(
         config.num_hidden_layers,
@@ -184,6 +188,7 @@ def write_adapter(parts: ModelFolders, target: Path, quantize: str, progress: Pr
     model = meta_model(parts.model, trust_remote_code=False)
     row = architecture_of(model.config, str(parts.model))
     check_rope(model.config, row, str(parts.model))
+    # Before _scales wraps the model: PEFT's parameters are not of the base.
     size = model.num_parameters()
     settings = json.loads(read_text(parts.adapter / ADAPTER))
     alpha = float(settings.get("lora_alpha") or 0)
@@ -258,6 +263,7 @@ def _pairs(
                 "--to gguf"
             )
         a, b = (read_whole(source, stored + end).float() for end in (_A, _B))
+        # llama.cpp multiplies by alpha / r itself, and r is the number of rows of A.
         pairs.append(_Pair(module, a, b * (scales[module] * len(a) / alpha)))
     return pairs
 
@@ -307,6 +313,7 @@ def modelfile_of(target: Path) -> Path:
 
 def modelfile_text(model: ModelForOllama, lines: Sequence[str]) -> bytes:
     """The Modelfile that begins with ``lines`` (``FROM``, ``ADAPTER``)."""
+    # The last line names the artefact: FROM, or ADAPTER after the FROM of its base.
     name = lines[-1].rpartition("/")[2].removesuffix(".gguf").lower()
     template = (
         "Ollama recognizes the chat template only if it is one that it knows; check it with: "
@@ -315,6 +322,7 @@ def modelfile_text(model: ModelForOllama, lines: Sequence[str]) -> bytes:
     logger.info("%s", template)
     parts = [f"# ollama create {name} -f THIS_FILE", f"# {template}", *lines]
     system = None if model.recipe is None else model.recipe.data.default_system
+    # Three quotes end the text, and cannot be escaped.
     if system is not None and _QUOTES not in system:
         parts.append(f"SYSTEM {_QUOTES}{system}{_QUOTES}")
     stops = [model.tokenizer.convert_ids_to_tokens(token) for token in model.stop_token_ids]
@@ -333,6 +341,7 @@ def _sampling(model: ModelForOllama) -> dict[str, object]:
         section = model.recipe.generate
         repeat = {"repeat_penalty": section.repetition_penalty}
         if not section.do_sample:
+            # Ollama has no other switch for greedy decoding.
             return {"temperature": 0, **repeat}
         chosen = {"temperature": section.temperature, "top_p": section.top_p}
         return {**chosen, "top_k": section.top_k, "min_p": section.min_p, **repeat}

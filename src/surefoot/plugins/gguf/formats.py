@@ -46,11 +46,13 @@ def q6_k(weights: Floats) -> Bytes:
     scales_NG, levels_NGS = _symmetric_fit(x_NGS.reshape(-1, 16), 32, x_NGS.shape[:2])
     largest_N = np.take_along_axis(scales_NG, np.abs(scales_NG).argmax(1)[:, None], 1)[:, 0]
     is_zero = np.abs(largest_N) < _TINY
+    # -128, not 127: int8 has one step more below 0, and ggml uses it.
     inverse_N = np.float32(-128) / np.where(is_zero, np.float32(1), largest_N)
     d_N = np.where(is_zero, np.float32(0), 1 / inverse_N).astype(np.float16)
     steps_NG = np.minimum(np.rint(inverse_N[:, None] * scales_NG), 127).astype(np.int8)
     steps_NG[is_zero] = 0
     step = d_N.astype(np.float32)[:, None, None] * steps_NG[..., None].astype(np.float32)
+    # The scales were rounded to 8 bits, so other levels are nearest now.
     again = np.clip(np.rint(x_NGS / np.where(step == 0, np.float32(1), step)), -32, 31) + 32
     chosen = np.where(step == 0, levels_NGS, again).astype(np.uint8)
     chosen[is_zero] = 0
@@ -75,10 +77,13 @@ def _affine_blocks(
     dmin_N, m_NG = _six_bits(lows_NG)
     step = (d_N.astype(np.float32)[:, None] * s_NG)[..., None]
     low = (dmin_N.astype(np.float32)[:, None] * m_NG)[..., None]
+    # The scales were rounded to 6 bits, so other levels are nearest now.
     again = np.clip(np.rint((x_NGS + low) / np.where(step == 0, np.float32(1), step)), 0, top)
     chosen = np.where(step == 0, levels.reshape(x_NGS.shape), again).astype(np.uint8)
     packed = np.concatenate(
         [
+            # 16 numbers of 6 bits in 12 bytes: above four of them lie
+            # the upper bits of the other four.
             s_NG[:, :4] | (s_NG[:, 4:] >> 4) << 6,
             m_NG[:, :4] | (m_NG[:, 4:] >> 4) << 6,
             (s_NG[:, 4:] & 15) | (m_NG[:, 4:] & 15) << 4,
@@ -103,8 +108,10 @@ def _affine_fit(
     approximate it, weighted by magnitude, and the levels. Tries ``steps`` + 1 spacings."""
     w = np.sqrt(np.mean(x * x, axis=1, keepdims=True)) + np.abs(x)
     sum_w, sum_x, wx = w.sum(1), (w * x).sum(1), w * x
+    # The format subtracts the minimum, which has no sign: a row above 0 has none.
     low, high = np.minimum(x.min(1), 0), x.max(1)
     is_flat = high == low
+    # So that nothing divides by 0; such rows get their values at the end.
     high = np.where(is_flat, low + 1, high)
     scale = (high - low) / np.float32(top)
     levels = np.clip(np.rint((x - low[:, None]) / scale[:, None]), 0, top)
@@ -118,6 +125,7 @@ def _affine_fit(
         safe = np.where(determinant > 0, determinant, 1)
         new_scale = (sum_w * sum_lx - sum_x * sum_l) / safe
         new_low = (sum_ll * sum_x - sum_l * sum_lx) / safe
+        # The format cannot say it: fitted again with a minimum of 0.
         is_above = new_low > 0
         new_scale = np.where(is_above, sum_lx / np.where(sum_ll > 0, sum_ll, 1), new_scale)
         new_low = np.where(is_above, np.float32(0), new_low)
@@ -144,6 +152,7 @@ def _symmetric_fit(
     xxx = xx * x
     scale = best = np.zeros(len(x), np.float32)
     levels = np.zeros_like(x)
+    # ggml's order: the plain spacing is taken as it is, any other only if it is better.
     for step in [0, *range(-9, 0), *range(1, 10)]:
         spacing = -np.float32(top + 0.1 * step) / safe
         tried = np.clip(np.rint(spacing[:, None] * x), -top, top - 1)
@@ -176,6 +185,7 @@ def _nibbles(levels_NGS: NDArray[np.uint8]) -> Bytes:
 
 
 def _halves(values_N: NDArray[np.float16]) -> Bytes:
+    # GGUF is little-endian, whatever this machine is.
     return values_N.astype("<f2").view(np.uint8).reshape(-1, 2)
 
 
@@ -231,6 +241,7 @@ def tensor_type(name: str, shape: tuple[int, ...], format_: Format, model: Layer
     main = format_.main
     if main in (T.F32, T.F16, T.BF16):
         return main
+    # A tied model has no output.weight: its embeddings are the output, too.
     if name == "output.weight" or (model.is_tied and name == "token_embd.weight"):
         is_even = shape[-1] % GGML_QUANT_SIZES[main][0] == 0 and main != T.Q8_0
         return T.Q6_K if is_even else T.Q8_0
@@ -245,6 +256,8 @@ def _of_layer(name: str, format_: Format, model: LayerCounts) -> T:
     has_more_bits = mix == "M" and (
         layer < eighth or layer >= 7 * model.num_layers // 8 or (layer - eighth) % 3 == 2
     )
+    # llama.cpp knows Mixtral 8x7B by this, to which Q8_0 in attention
+    # adds little beside the experts.
     is_mixtral = model.num_experts == 8
     if "attn_v.weight" in name or "attn_qkv.weight" in name:
         kind = T.Q6_K if has_more_bits else main

@@ -74,8 +74,11 @@ class FileTensor:
 
     def _changed(self, source: TensorSource, name: str, box: Box) -> Floats:
         values: Floats = source.read(name, box).float().numpy()
+        # The box of one expert has three dimensions, of which the first is 1.
         values = values.reshape(-1, values.shape[-1]) if values.ndim > 1 else values
         if self.head_rows:
+            # transformers rotates row i with row i + half,
+            # llama.cpp's llama row 2i with row 2i + 1.
             pairs = values.reshape(-1, 2, self.head_rows // 2, *values.shape[1:])
             values = pairs.swapaxes(1, 2).reshape(values.shape)
         return values + np.float32(self.shift) if self.shift else np.ascontiguousarray(values)
@@ -90,6 +93,8 @@ def file_tensors(
     pieces: dict[str, list[tuple[int, str, Box]]] = {}
     for name, shape in shapes.items():
         is_tied_head = name == _HEAD and config.tie_word_embeddings
+        # llama.cpp multiplies by token_embd where there is no
+        # output.weight, and computes the buffers.
         if is_tied_head or name.endswith(_COMPUTED):
             continue
         for number, generic, box in _parts(name, shape):
@@ -130,6 +135,8 @@ def gguf_name(name: str, names: TensorNameMap, row: GGUFArchitecture, where: str
     """The name in the file. Raises ``CheckpointError`` if llama.cpp knows no such tensor."""
     name_in_file: str | None = names.get_name(name, try_suffixes=(".weight", ".bias"))
     module, _, kind = name.rpartition(".")
+    # The package has a name for a bias of any module; llama.cpp's
+    # graph reads only those of the row.
     is_bias = kind == "bias" and not module.endswith(row.biased or ("no module",))
     if name_in_file is None or is_bias:
         raise CheckpointError(f"{where} has no place in a GGUF file of architecture {row.name}")
@@ -224,7 +231,9 @@ def write_files(
                 _write(folder, target.name, contents, source, progress)
                 for path, data in beside.items():
                     files.write_new(folder / path.name, data)
+                # Again: writing may take minutes, and a rename would replace what came meanwhile.
                 refuse_existing(target, *beside)
+                # The weights last: where they are, the others are.
                 for path in (*beside, target):
                     files.rename(folder / path.name, path)
                 files.sync_folder(target.parent)
@@ -247,6 +256,8 @@ def _write(
                 for data in ahead(pack_next, contents.tensors[key].chunks(source)):
                     stream.write(data)
                     progress(len(data))
+                # The offsets in the head say that each tensor begins
+                # at a multiple of the alignment.
                 stream.write(bytes(_aligned(size) - size))
 
 
@@ -262,6 +273,7 @@ def _head(path: Path, contents: GGUFContents) -> bytes:
     for name, size in contents.sizes.items():
         shape, kind = contents.tensors[name].shape, contents.types[name]
         writer.add_tensor_info(name, shape, np.dtype(np.float32), size, raw_dtype=kind)
+    # The head only: the package would write the tensors from memory, or from a second file.
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -286,12 +298,14 @@ def num_bytes(shape: tuple[int, ...], kind: T) -> int:
 
 def pack(values: Floats, kind: T, name: str) -> bytes:
     """``values``, whole rows, as ``kind``. Raises ``CheckpointError`` for what it cannot hold."""
+    # In a K-quant NaN would become some finite number, and nobody would see the damage.
     if not np.isfinite(values).all():
         raise CheckpointError(f"{name}: it contains NaN or infinite values; nothing was written")
     if kind in _K_QUANTS:
         flat = values.reshape(-1)
         parts = [flat[i : i + _MOST_PACKED] for i in range(0, len(flat), _MOST_PACKED)]
         return b"".join(_K_QUANTS[kind](part).tobytes() for part in parts)
+    # What overflows is refused by name below; numpy's warning would name nothing.
     with np.errstate(over="ignore"):
         packed = quantize(values, kind)
     if kind == T.F16 and not np.isfinite(packed).all():

@@ -166,6 +166,7 @@ def model_name(stem: str, tokenizer: PreTrainedTokenizerBase, architecture: str,
 
 def add_stops(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]) -> None:
     """The token that ends a turn, if it is not the one that ends a text."""
+    # The file has one field for it; the Modelfile names all stops.
     if others := [token for token in stops if token != tokenizer.eos_token_id]:
         writer.add_eot_token_id(others[0])
 
@@ -182,6 +183,7 @@ def adds_first(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether a first token precedes every prompt: as in training, where a chat template writes it
     or not, whatever the tokenizer does with plain text."""
     bos = tokenizer.bos_token_id
+    # By trial: in Llama 3 a post-processor adds it, and no add_bos_token says so.
     is_added = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
     return is_added and template_begins(tokenizer) is not False
 
@@ -207,6 +209,7 @@ def _tokens(
     vocab: Mapping[str, int], added: Mapping[int, Mapping[str, Any]], rows: int
 ) -> tuple[list[str], list[int]]:
     """The text and the type of every row of the embeddings."""
+    # Embeddings may have more rows than there are tokens; llama.cpp wants a text for each.
     tokens = [f"[PAD{i}]" for i in range(rows)]
     types = [int(TokenType.UNUSED)] * rows
     for token, index in vocab.items():
@@ -216,6 +219,7 @@ def _tokens(
         if index < rows:
             text, kind = added_token["content"], TokenType.CONTROL
             if not added_token["special"]:
+                # llama.cpp looks for these tokens before it writes spaces as ▁.
                 text, kind = text.replace(_SPACE, " "), TokenType.USER_DEFINED
             tokens[index], types[index] = text, int(kind)
     return tokens, types
@@ -243,6 +247,7 @@ def _nearest_rule(content: Mapping[str, Any], where: str) -> str | None:
     """
     tokenizer = Tokenizer.from_str(json.dumps(content))
     decoded = tokenizer.decode_batch([[index] for index in content["model"]["vocab"].values()])
+    # The same texts each time, so that one tokenizer always gets the same answer.
     pick = random.Random(0)
     texts = [_PROBE, *("".join(pick.choices(decoded, k=8)) for _ in range(_TEXTS))]
     batches = [texts[i : i + _BATCH] for i in range(0, len(texts), _BATCH)]
@@ -276,6 +281,7 @@ def _different(
 
 
 def _ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    # Without offsets, which nobody reads here.
     encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     return [encoding.ids for encoding in encodings]
 
@@ -303,6 +309,8 @@ def _rule(pre_tokenizer: Mapping[str, Any]) -> str:
         return ", ".join(step["type"] for step in [*steps, last]) if is_plain else ""
     if len(steps) != 1 or steps[0]["type"] != "Split":
         return ""
+    # Removed comes with invert: it drops what lies between matches,
+    # and these expressions match all.
     is_plain = steps[0]["behavior"] in ("Isolated", "Removed")
     return str(steps[0]["pattern"].get("Regex", "")) if is_plain else ""
 

@@ -52,13 +52,13 @@ class Argument:
     def refuses(self, value: object) -> bool:
         """Whether ``value`` asks for what is not supported."""
         is_off = self.kind == "any" and str(value).lower() in _FALSE
-        asks = value not in (self.default, None, "", [], {}, *self.allowed)
-        return self.outcome == "refused" and asks and not is_off
+        is_set = value not in (self.default, None, "", [], {}, *self.allowed)
+        return self.outcome == "refused" and is_set and not is_off
 
 
-def near(name: str, known: Iterable[str]) -> str:
-    """``(did you mean ...?)``, if one of ``known`` looks like ``name``."""
-    matches = difflib.get_close_matches(name, known, 1)
+def near(name: str, names: Iterable[str]) -> str:
+    """``(did you mean ...?)``, if one of ``names`` looks like ``name``."""
+    matches = difflib.get_close_matches(name, names, 1)
     return f" (did you mean {matches[0]}?)" if matches else ""
 
 
@@ -86,6 +86,7 @@ def _float(value: object) -> float:
 
 def _int(value: object) -> int:
     number = _float(value)
+    # 1e3 is a float in YAML, and a whole number there.
     if number % 1:
         raise ValueError
     return int(number)
@@ -93,6 +94,7 @@ def _int(value: object) -> int:
 
 def _list(value: object) -> list[object]:
     if isinstance(value, list):
+        # Each word of a command line may have commas of its own.
         return [part for item in value for part in _list(item)]
     return [part.strip() for part in _text(value).split(",") if part.strip()]
 
@@ -153,9 +155,9 @@ def _tables(kind: str) -> Mapping[str, Rows]:
 
 
 GROUPS, FILES = _tables("llamafactory"), _tables("files")
-ARGUMENTS: Rows = {name: one for group in GROUPS.values() for name, one in group.items()}
+ARGUMENTS: Rows = {name: row for group in GROUPS.values() for name, row in group.items()}
 TRAINERS = _tables("trainers")
 TRANSFORMERS: Rows = {
-    **{n: one for n, one in GROUPS["Hugging Face's training arguments"].items() if n != "do_train"},
+    **{n: row for n, row in GROUPS["Hugging Face's training arguments"].items() if n != "do_train"},
     **GROUPS["Hugging Face's former training arguments"],
 }

@@ -154,6 +154,7 @@ def read_command_line(words: Sequence[str]) -> tuple[Document, list[str]]:
 def _is_override(word: str) -> bool:
     """Whether a word sets a field of a recipe: ``optim.adamw.learning_rate=1e-5``."""
     path, equals, _ = word.partition("=")
+    # A path of a file may have a dot and an equals sign, too.
     return bool(equals) and "." in path and "/" not in path
 
 
@@ -171,6 +172,7 @@ def _value(key: str, words: Sequence[str]) -> object:
             return json.loads(word)
         except ValueError:
             raise RecipeError(f"{_LINE}: --{key}: not valid JSON: {word}") from None
+    # `none` is a value of report_to.
     return None if word.lower() in ("none", "null") and key != "report_to" else word
 
 
@@ -178,18 +180,18 @@ def with_arguments(document: Document, overrides: Overrides) -> tuple[Document, 
     """``document`` with the overrides of its arguments (``learning_rate=1e-5``), and the others,
     of a recipe's fields."""
     if isinstance(overrides, Mapping):
-        theirs = {key: value for key, value in overrides.items() if key in ARGUMENTS}
+        arguments = {key: value for key, value in overrides.items() if key in ARGUMENTS}
         others: Overrides = {k: value for k, value in overrides.items() if k not in ARGUMENTS}
     else:
         others = [word for word in overrides if not _sets_argument(word)]
-        theirs = dict(_argument_of(word) for word in overrides if _sets_argument(word))
-    if not theirs or not isinstance(document.data, Mapping):
+        arguments = dict(_argument_of(word) for word in overrides if _sets_argument(word))
+    if not arguments or not isinstance(document.data, Mapping):
         return document, others
-    origins: dict[Keys, str] = {(name,): f"{_LINE}: {name}" for name in theirs}
+    origins: dict[Keys, str] = {(name,): f"{_LINE}: {name}" for name in arguments}
     return (
         replace(
             document,
-            data={**document.data, **theirs},
+            data={**document.data, **arguments},
             overrides={**document.overrides, **origins},
         ),
         others,

@@ -58,6 +58,7 @@ def convert_trainer(
     conversion = Conversion(document)
     arguments = conversion.read(program, environment)
     renamed = conversion.renamed(arguments)
+    # From here on arguments have LLaMA-Factory's names, and errors must name those of the file.
     conversion.names = dict(conversion.origins)
     values: dict[str, Any] = {"do_train": True, "stage": program.stage}
     for name, value in renamed.items():
@@ -112,6 +113,7 @@ class Conversion:
                 elif name == ("enable_thinking" if program is LLAMAFACTORY else "max_length"):
                     values[name] = None  # all other nulls are defaults
         self.check()
+        # transformers' former name of eval_strategy, which older files have.
         former = values.get("evaluation_strategy")
         if former is not None and values.get("eval_strategy") in (None, "no"):
             values["eval_strategy"] = former
@@ -174,6 +176,8 @@ class Conversion:
         document = Document({name: {} for name in ("model", "data")}, self.document.name)
         for setting, value in settings.items():
             keys, name = tuple(setting.split(".")), self.origins[setting]
+            # The recipe's own validation is the only one: its errors name the line of
+            # the original (decisions/0056).
             mark = self.document.marks.get((name,))
             place = f"{self.document.name}:{mark[0]}:{mark[1]} {name}" if mark else name
             origin = self.document.overrides.get((name,), place)

@@ -48,6 +48,7 @@ def programs_of(data: Mapping[str, object]) -> list[str]:
     most, theirs = max(counts.values()), len(data.keys() & ARGUMENTS.keys())
     has_shared = bool(data.keys() & PROGRAMS["transformers"].arguments.keys())
     is_shared = has_shared and not data.keys() & _ONLY_LLAMAFACTORY
+    # Half of the keys or fewer are known by chance: the names of sections, for example.
     if most < theirs or (most == theirs and not is_shared) or 2 * most <= len(data):
         return []
     return [name for name, count in counts.items() if count == most]
@@ -76,7 +77,7 @@ class TrainerImporter(Importer):
 
 @dataclass(frozen=True)
 class LlamaFactory(Importer):
-    """LLaMA-Factory."""
+    """Files and command lines of LLaMA-Factory."""
 
     title = "LLaMA-Factory"
 
@@ -103,7 +104,7 @@ class Unconverted(Importer):
         return _whose(data) is not None
 
     def convert(self, document: Document, overrides: Overrides) -> ConvertedFile:
-        """Raises ``RecipeError``."""
+        """Always raises ``RecipeError``, which says what to do instead."""
         assert isinstance(document.data, Mapping)
         raise document.error([Problem((), _whose(document.data) or "")])
 
@@ -120,8 +121,8 @@ def _whose(data: Mapping[str, object]) -> str | None:
     inner = chain.from_iterable(value for value in data.values() if isinstance(value, Mapping))
     for key in (*data, *inner):
         if key in _OTHERS:
-            has = "a recipe has model, data, stage, train"
-            return f"this is a file of {_OTHERS[key]}, not a recipe; {has}"
+            advice = "a recipe has model, data, stage, train"
+            return f"this is a file of {_OTHERS[key]}, not a recipe; {advice}"
     if len(names := programs_of(data)) > 1:
         return (
             "these are settings of TRL, of transformers' Trainer or of LLaMA-Factory; `surefoot "

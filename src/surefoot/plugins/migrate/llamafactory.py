@@ -131,6 +131,7 @@ def _interval(arguments: GivenArguments, name: str) -> int:
     if arguments["max_steps"] <= 0:
         message = f"{value:g} is a share of all steps; set max_steps, or write a number of steps"
         raise RefusedError(name, message)
+    # Rounded as transformers does it.
     return math.ceil(int(arguments["max_steps"]) * value)
 
 
@@ -195,6 +196,7 @@ def _uploads(arguments: GivenArguments) -> Settings:
 
 def _resume(arguments: GivenArguments) -> Settings:
     place = arguments["resume_from_checkpoint"] or ""
+    # Switches there; a run here resumes from its own folder without any.
     is_auto = place.lower() in ("true", "false", "none", "null", "")
     return {} if is_auto else {"checkpoint.resume": place}
 
@@ -237,14 +239,16 @@ def _optimizer(arguments: GivenArguments) -> Settings:
     name = _optimizer_name(arguments)
     defaults = {field.name: field.default for field in fields(OPTIMIZERS[name])}
     settings: Settings = {"learning_rate": arguments["learning_rate"]}
-    for theirs, names in _OF_ADAM.items():
+    for argument, names in _OF_ADAM.items():
         for here in names:
-            if here in defaults and arguments[theirs] != defaults[here]:
-                settings[here] = arguments[theirs]
+            if here in defaults and arguments[argument] != defaults[here]:
+                settings[here] = arguments[argument]
     if arguments["loraplus_lr_ratio"] is not None:
         settings["learning_rates"] = {"lora_B": arguments["loraplus_lr_ratio"]}
+    # Its blocks are trained in float32 there, above weights in half precision.
     if arguments["use_badam"] and (arguments["bf16"] or arguments["pure_bf16"]):
         settings["bf16_weights"] = "master"
+    # Not on several ranks: offload_state is for complete parameters, and theirs may be sharded.
     if arguments["optim"] in _PAGED and arguments.num_ranks == 1:
         settings["offload_state"] = True
     if name in ("galore", "apollo"):
@@ -260,6 +264,7 @@ def _optimizer(arguments: GivenArguments) -> Settings:
 def _optimizer_name(arguments: GivenArguments) -> str:
     """The optimizer's name here. Their switches have precedence over ``optim``."""
     switches = ["galore", "apollo"]
+    # The order in which LLaMA-Factory makes its optimizer: LoRA+ and BAdam come before these two.
     if not arguments["use_badam"] and arguments["loraplus_lr_ratio"] is None:
         switches += ["adam_mini", "muon"]
     if name := next((name for name in switches if arguments[f"use_{name}"]), None):
@@ -324,6 +329,7 @@ def _decay_ratio(arguments: GivenArguments, kwargs: dict[str, Any]) -> float:
     after = total - int(warmup.get("warmup_steps", math.ceil(ratio * total)))
     decay = kwargs.pop("num_decay_steps", after - after // 3)
     kwargs.pop("num_stable_steps", None)
+    # Half a step less, as the steps are rounded up from this ratio again.
     return float(max(0, decay - 0.5) / total)
 
 
@@ -396,9 +402,11 @@ def _of_fsdp(arguments: GivenArguments) -> Settings:
         raise RefusedError("fsdp", message)
     given_config = arguments["fsdp_config"]
     config = dict(_content("fsdp_config", given_config)) if given_config else {}
+    # accelerate's own files have the keys one level below.
     inner = config.get("fsdp_config")
     config |= inner if isinstance(inner, Mapping) else {}
     fsdp_keys = FILES["FSDP files of accelerate"]
+    # transformers takes the keys with and without accelerate's prefix.
     prefixed_config = {
         key if key in fsdp_keys else f"fsdp_{key}": value for key, value in config.items()
     }
@@ -435,6 +443,7 @@ def _check(argument: str, kind: str, keys: Mapping[str, object]) -> None:
         row = FILES[kind].get(key)
         if row is None:
             raise RefusedError(argument, f"{key}: no key of {kind} that is known")
+        # A file of DeepSpeed may name a kind of offloading that it does not use.
         is_off = isinstance(value, Mapping) and value.get("device", "none") == "none"
         if row.refuses(value) and not is_off:
             raise RefusedError(argument, f"{key}: {row.says}")

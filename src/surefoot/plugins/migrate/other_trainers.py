@@ -31,6 +31,7 @@ def _hub_entry(arguments: GivenArguments, kind: str) -> object:
 
 def _entry(place: str, split: str, subset: str | None) -> object:
     """A dataset on the hub or of a folder, as an entry of a recipe."""
+    # A path that does not exist (yet) is known by how it begins.
     is_path = Path(place).expanduser().exists() or place[:1] in "./~"
     source = {"file_name": place} if is_path else {"hf_hub_url": place}
     entry: dict[str, object] = {"name": f"{Path(place).name}_{split}".replace(".", "_"), **source}

@@ -144,6 +144,7 @@ def _made(
         if not _holds(arguments, condition):
             continue
         first = condition[0] if isinstance(condition, list) else condition
+        # A row that always holds is of no argument; an error of it names that of output_dir.
         yield next(iter(first), "output_dir"), row.get("is", {})
         for setting, name in row.get("of", {}).items():
             yield name, {setting: arguments[name]}

@@ -26,6 +26,7 @@ METADATA, COMMON = "metadata.json", "common.json"
 ITERATION = "iteration_{:08d}"
 _ITERATION = re.compile(r"iteration_(\d{8,12})")
 _FILE = re.compile(r".*-(model|opt)-(\d{7,})-(\d{7,})\.safetensors")
+# The text of a tuple of Python's, ('name', (3,)): a tensor, and the number of a slice.
 _KEY = re.compile(r"\(['\"](.+)['\"], \((\d{1,9}),\)\)")
 
 
@@ -59,6 +60,8 @@ def chosen(folder: Path) -> Path:
         return folder
     with files.open_file(folder / TRACKER) as file:
         text = files.read_all(file, strict_json.MAX_BYTES).decode("utf-8", "replace").strip()
+    # The one that the tracker names, not the newest: it is written last, so a
+    # newer folder may be half there.
     for path in iterations(folder):
         if text.isdecimal() and number_of(path) == int(text):
             return path

@@ -157,6 +157,8 @@ def numbers_of(folder: Path, global_batch_size: int | None) -> TensorsInMemory:
     numbers = {
         "epoch_num": torch.tensor(int(epoch) if isinstance(epoch, int | float) else 0),
         "step_num": torch.tensor(step),
+        # Types and shapes are MindSpore's: this number is an int32 in a
+        # list, the others have no dimension.
         "global_step": torch.tensor([step], dtype=torch.int32),
         "loss_scale": torch.tensor(1.0),
     }

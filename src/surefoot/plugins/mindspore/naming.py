@@ -266,6 +266,7 @@ def family_of(names: Mapping[str, Shape]) -> str | None:
     if any(".linear_kv_down_proj." in name for name in names):
         return "mcore-mla"
     has = {part: any(f".{part}." in name for name in names) for part in (*_FUSED, "mlp.gating")}
+    # linear_fc1 is gate and up together, but beside mlp.gating it is up alone.
     if has[_FUSED[0]] or (has[_FC1] and not has["mlp.gating"]):
         return "mcore-fused"
     return "mcore-v1" if has[_FC1] else "mcore"
@@ -349,6 +350,7 @@ def _groups(
     if family.is_contiguous:
         return 1
     if len(parts) == len(_GATE_UP):
+        # Gate and up take turns with single rows.
         return shapes[parts[0]][0]
     keys = _needed(heads, name).keys
     for part in parts:

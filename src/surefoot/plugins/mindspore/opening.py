@@ -167,6 +167,8 @@ def open_distributed(path: Path, *, strategy: Path | None = None) -> Boxes:
             f"{layouts.world_size} ({parts}{counted(layouts.num_devices, 'device')})"
         )
     slices, loose = _sort(opened, layouts)
+    # Nothing in a rank's file says to which strategy it belongs, and that of another training would
+    # make wrong tensors without a word. So the values decide (decisions/0032).
     check_fit(slices, layouts.where)
     boxes = {name: _joined(name, of_ranks, where) for name, of_ranks in slices.items()}
     for name, replicas in loose.items():

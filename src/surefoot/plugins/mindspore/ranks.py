@@ -142,6 +142,8 @@ def _newest(root: Path, folders: Mapping[int, Path]) -> list[Path]:
             )
         step, name = max(dated) if dated else (None, names[0])
         latest.append((step, folder / name))
+    # MindSpore's merge takes the latest file of each rank and mixes steps without a word: a rank
+    # that is behind is a fault, and its user should say what to take (decisions/0032).
     first, path = latest[0]
     for step, other in latest:
         if step != first:

@@ -174,7 +174,7 @@ _SIGNS = {
 
 
 class MindFormers(Importer):
-    """MindSpore Transformers."""
+    """Files of MindSpore Transformers, formerly MindFormers."""
 
     title: ClassVar[str] = "MindSpore Transformers"
 

@@ -124,13 +124,13 @@ def _refuse_other(source: TensorSource, trainer: Trainer, folder: Path) -> None:
         for prefix in MOMENTS:
             moment_shape = shapes.get(prefix + name)
             if moment_shape != tuple(parameter.shape):
-                what = (
+                moments = (
                     "no moments"
                     if moment_shape is None
                     else f"moments of shape {list(moment_shape)}"
                 )
                 raise CheckpointError(
-                    f"{folder}: contains {what} of {name}, which is trainable in this run; to "
+                    f"{folder}: contains {moments} of {name}, which is trainable in this run; to "
                     f"start a new run from its weights, {_from_scratch(folder)}"
                 )
 
@@ -149,6 +149,7 @@ def _with_fused_moments(source: TensorSource, trainer: Trainer) -> TensorSource:
                 )
                 whole, tiles = fused_tensors.get(prefix + at.fused, (at.whole, ()))
                 fused_tensors[prefix + at.fused] = whole, (*tiles, tile)
+    # A stack with a hole would have whatever memory contains there.
     complete = {
         name: (whole, tiles)
         for name, (whole, tiles) in fused_tensors.items()
@@ -200,6 +201,7 @@ def _differences(progress: MindSporeProgress, trainer: Trainer) -> Iterator[str]
     step = _step(progress, trainer.windows.loader)
     peak = trainer.policy.step.optimizer.param_groups[0]["lr"]
     now, was = peak * trainer.policy.step.schedule.factor(step), progress.learning_rate
+    # Theirs is a float32, which has seven digits.
     if was and not any(math.isclose(was, rate, rel_tol=1e-5) for rate in (peak, now)):
         yield f"its learning rate is {was:.4g}; the next one here is {now:.4g}, of at most {peak:g}"
 

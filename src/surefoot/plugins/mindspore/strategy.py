@@ -97,6 +97,7 @@ def _varint(data: bytes, at: int, where: str) -> tuple[int, int]:
     for i, byte in enumerate(data[at : at + _LONGEST_VARINT]):
         value |= (byte & 127) << 7 * i
         if byte < 128:
+            # Ten groups of 7 bits are 70; as in protocol buffers, those beyond 64 do not count.
             return value & (1 << 64) - 1, at + i + 1
     raise _damaged(where, at)
 
@@ -111,6 +112,7 @@ def _encoded(value: int) -> bytes:
 
 
 def _signed(value: int) -> int:
+    # The -1 of a tensor map is written as 64 ones.
     return value - (1 << 64) if value >> 63 else value
 
 
@@ -312,6 +314,7 @@ def _checked(stages: Mapping[int, Layouts], path: Path) -> Strategy:
 
 def _from_wire(data: bytes, where: str) -> tuple[int, dict[str, TensorLayout]]:
     """A ``ParallelStrategyMap``: its items 2 say the stage, its items 3 a tensor's layout."""
+    # Field 1, current_stage, is not read: in files of MindSpore 2.10 it counts compilations.
     stage, layouts = 0, {}
     for number, item in wire_fields(data, where):
         if number == 2 and isinstance(item, bytes):
@@ -385,6 +388,7 @@ def _whole_numbers(value: object, where: str) -> tuple[int, ...]:
 def _layout(
     matrix: tuple[int, ...], maps: tuple[tuple[int, ...], ...], shards: tuple[int, int], where: str
 ) -> TensorLayout:
+    # A damaged file must not make a world of any size.
     if not matrix or min(matrix) < 1 or prod(matrix) > _MOST_DEVICES:
         raise CheckpointError(f"{where}: {list(matrix)[:8]} is no matrix of devices")
     return TensorLayout(matrix, maps, *shards)

@@ -487,6 +487,7 @@ def write_distributed(
             every = {**boxes, **whole}
             file = file_of(naming.file(rank), {**tensors, **numbers}, [*every], every, metadata)
             key = file.plan.head, tuple(boxes.values())
+            # Ranks that are replicas have equal files, which need the space of one.
             if key not in written or not files.share(written[key], rank_folder / file.plan.name):
                 write_file(rank_folder, file, source, progress)
                 written[key] = rank_folder / file.plan.name
@@ -539,6 +540,7 @@ def without_replicas(
     owned_boxes: list[dict[str, Box]] = [{} for _ in boxes_by_rank]
     loads = [0] * len(boxes_by_rank)
     sizes = {key: num_bytes(tensors[key[0]][0], key[1].shape) for key in holders}
+    # Of equal sizes by name, so that the same tensors always lie in the same files.
     for name, box in sorted(holders, key=lambda key: (-sizes[key], key)):
         rank = min(holders[name, box], key=lambda rank: (loads[rank], rank))
         loads[rank] += sizes[name, box]

@@ -95,12 +95,14 @@ class Calibrator:
                 for matrix in matrices:
                     tensors |= self._quantized(matrix, statistics.get(matrix.place))
                 for row, call in enumerate(layer_calls):
+                    # With the weights of the file: these outputs are what the next layer will get.
                     hidden[row] = run(module, hidden[row], call)
             _refuse_infinite(hidden, prefix)
             # On the disk before the next layer is read: 12 layers take 31 MB more than 3 of them
             # (benchmarks/RESULTS.md, "Quantized weights").
             copy(TensorsInMemory(tensors), scratch / str(index))
             sources.append(open_folder(scratch / str(index)))
+            # Masks and rotations of all rows; this layer is not called again.
             layer_calls.clear()
             logger.info("calibrated layer %d of %d", index + 1, len(calls))
         if self.rounded:
@@ -142,7 +144,7 @@ def _stored(matrix: QuantizedMatrix) -> torch.Tensor:
 
 def _refuse_infinite(values: Sequence[torch.Tensor], where: str) -> None:
     """Raise ``ModelError`` for what no weight can be calibrated on."""
-    if not all(one.isfinite().all() for one in values):
+    if not all(tensor.isfinite().all() for tensor in values):
         raise ModelError(
             f"{where}: what it computes of the training data contains NaN or infinite values; "
             "nothing was written"
@@ -195,10 +197,13 @@ def _root(hessian_II: torch.Tensor) -> torch.Tensor:
     """The upper Cholesky factor of the inverse. Inputs that were always 0 decide nothing; damping
     is raised until the factor exists."""
     diagonal = hessian_II.diagonal()
+    # Else one input that is always 0 would leave the matrix without an inverse.
     diagonal[diagonal == 0] = 1
     damping = DAMPING * diagonal.mean()
+    # At the tenth, damping is 10^7 times the mean of the diagonal.
     for _ in range(10):
         damped = hessian_II + damping * torch.eye(len(hessian_II), device=hessian_II.device)
+        # It says by a number that there is no factor, where cholesky raises.
         factor, failed = torch.linalg.cholesky_ex(damped)
         if not failed:
             inverse = torch.cholesky_inverse(factor)
@@ -238,11 +243,11 @@ class LinearCalls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute as without it."""
-        given = kwargs or {}
+        named = kwargs or {}
         if func is F.linear:
-            inputs, weight = (*args, *(given[n] for n in ("input", "weight") if n in given))[:2]
+            inputs, weight = (*args, *(named[n] for n in ("input", "weight") if n in named))[:2]
             self.seen(inputs, weight)
-        return func(*args, **given)
+        return func(*args, **named)
 
 
 def matrices_of(
@@ -288,6 +293,7 @@ def statistics_of(
         statistics[key] = InputStatistics(before.gram + last[1], num_tokens)
 
     for row, call in zip(hidden, calls, strict=True):
+        # Not hooks: experts are slices of one parameter, so no module is called for each.
         with LinearCalls(seen):
             run(layer, row, call)
         last = None
@@ -325,11 +331,13 @@ class LayerwiseModel:
                 for row in rows:
                     with suppress(_AllCalledError):
                         ids = torch.tensor([list(row)], device=device())
+                        # A cache in the recorded calls would grow with
+                        # each of the two runs of a layer.
                         decoder(input_ids=ids, use_cache=False)
         finally:
             for index, layer in enumerate(layers):
                 places[index] = layer
-        return recorders[0].inputs, [one.calls for one in recorders]
+        return recorders[0].inputs, [recorder.calls for recorder in recorders]
 
     @contextmanager
     def loaded(self, index: int) -> Iterator[tuple[str, nn.Module]]:
@@ -351,6 +359,7 @@ class LayerwiseModel:
             yield
         finally:
             for module, leaf, parameter in before.values():
+                # The meta tensor comes back, and the memory of the layer is free.
                 module._parameters[leaf] = parameter
 
     def _values(self, name: str) -> torch.Tensor:
@@ -407,6 +416,7 @@ def open_layerwise(source: TensorSource, config: str | bytes, where: str) -> Lay
         )
     if odd := fill_buffers(model):
         raise ModelError(f"{where}: nothing initializes {odd}; use --algorithm rtn")
+    # It would be rounded twice, the second time what the first has made (decisions/0071).
     if shared := _shared(model):
         raise ModelError(
             f"{where}: {shared} is used in several places, so it cannot be calibrated in one; use "
@@ -461,8 +471,8 @@ def run(layer: nn.Module, hidden: torch.Tensor, call: Call) -> torch.Tensor:
     """The output of a layer."""
     args, kwargs = call
     with _unfit():
-        found = layer(hidden, *args, **kwargs)
-    output: torch.Tensor = found[0] if isinstance(found, tuple) else found
+        outputs = layer(hidden, *args, **kwargs)
+    output: torch.Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
     return output
 
 
@@ -501,6 +511,7 @@ def calibration_rows(parts: ModelFolders, count: int) -> list[list[int]]:
 
 def _spaced(recipe: Recipe, codec: Codec, count: int) -> Iterator[Features]:
     data = prepare(encoding_of(recipe, codec)).train
+    # Files are often sorted by source or by length, so the first rows are like each other.
     chosen = np.linspace(0, len(data) - 1, min(count, len(data))).astype(int)
     yield from (data[int(index)] for index in np.unique(chosen))
 

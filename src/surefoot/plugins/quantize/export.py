@@ -31,6 +31,7 @@ def write_quantized(
     """Write the model of ``parts`` with quantized weights into the new folder ``target``. Raises
     ``ModelError`` for a layer that the scheme does not fit, or a scheme that the algorithm does not
     calibrate, ``CheckpointError`` for damaged weights, NaN in them, or a write that fails."""
+    # A choice of the command line is a text.
     size = None if wanted.group_size is None else int(wanted.group_size)
     scheme = scheme_of(wanted.quantize, size)
     if wanted.algorithm == "gptq" and not scheme.is_integer:
@@ -39,15 +40,16 @@ def write_quantized(
     source, small, layers = _quantized(parts, scheme, wanted.dtype)
     settings = {"algorithm": wanted.algorithm, "group_size": scheme.args.group_size}
     with new_folder(target, may_be_empty=True) as folder:
-        found: TensorSource = source
+        tensors: TensorSource = source
         if wanted.algorithm != "rtn":
             model = open_layerwise(source.source, small["config.json"], str(parts.folder))
             rows = calibration_rows(parts, _ROWS)
             calibrator = Calibrator(model, layers, scheme)
-            found = calibrator.run(rows, folder / _SCRATCH)
+            # In the new folder, so that it goes with it if the export fails.
+            tensors = calibrator.run(rows, folder / _SCRATCH)
             if calibrator.rounded:
                 settings["num_rounded"] = len(calibrator.rounded)
-        copy(found, folder, max_shard_size=wanted.max_shard_size, progress=progress)
+        copy(tensors, folder, max_shard_size=wanted.max_shard_size, progress=progress)
         files.remove_tree(folder / _SCRATCH)
         write_small(folder, small)
         count = num_weights(source.source)

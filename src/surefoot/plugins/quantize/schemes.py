@@ -56,7 +56,7 @@ class LinearLayers:
 
     @property
     def names(self) -> frozenset[str]:
-        """The same as a set."""
+        """``ordered`` as a set, in which names are looked up."""
         return frozenset(self.ordered)
 
 
@@ -90,6 +90,7 @@ def _experts(
     model: PreTrainedModel, stored: Mapping[str, Shape], where: str
 ) -> dict[str, FusedPlacement]:
     """The weights of experts, each a matrix in the files."""
+    # Mamba's have three dimensions, too.
     convolutions = {id(m.weight) for m in model.modules() if isinstance(m, nn.Conv1d)}
     parameters = model.named_parameters()
     fused = [name for name, p in parameters if p.ndim == 3 and id(p) not in convolutions]
@@ -150,6 +151,7 @@ class WeightScheme:
         groups = 1 if self.group_size is None else columns // self.group_size
         scales = {SCALE: ((rows, groups), dtype)}
         if self.format == "pack-quantized":
+            # The last word of a row may be only partly full.
             words = -(-columns * self.args.num_bits // 32)
             return {
                 "weight_packed": ((rows, words), torch.int32),
@@ -193,8 +195,8 @@ class WeightScheme:
         bits of precision, rounding to 8 bits would go wrong by a step."""
         compressor = BaseCompressor.get_value_from_registry(self.format)
         state = {"weight": weight_OI.float(), SCALE: scales, "weight_zero_point": zeros}
-        found: dict[str, torch.Tensor] = compressor.compress(state, self.preset)
-        return found
+        tensors: dict[str, torch.Tensor] = compressor.compress(state, self.preset)
+        return tensors
 
     def config(self, ignored: list[str]) -> Mapping[str, Any]:
         """``quantization_config`` of a model whose modules ``ignored`` are not quantized."""
@@ -236,23 +238,23 @@ class QuantizedSource:
         """Weight, role, shape and dtype of every new tensor."""
         shapes, dtypes = self.source.shapes(), self.source.dtypes()
         return {
-            f"{name.removesuffix('weight')}{role}": (name, role, *found)
+            f"{name.removesuffix('weight')}{role}": (name, role, *shape_and_dtype)
             for name in shapes
             if name in self.weights
-            for role, found in self.scheme.parts(shapes[name], dtypes[name]).items()
+            for role, shape_and_dtype in self.scheme.parts(shapes[name], dtypes[name]).items()
         }
 
     @once
     def shapes(self) -> Mapping[str, Shape]:
         """Of the new tensors, and of the others."""
-        kept = {n: s for n, s in self.source.shapes().items() if n not in self.weights}
-        return kept | {name: part[2] for name, part in self._parts().items()}
+        unchanged = {n: s for n, s in self.source.shapes().items() if n not in self.weights}
+        return unchanged | {name: part[2] for name, part in self._parts().items()}
 
     @once
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """Of the new tensors, and of the others."""
-        kept = {n: d for n, d in self.source.dtypes().items() if n not in self.weights}
-        return kept | {name: part[3] for name, part in self._parts().items()}
+        unchanged = {n: d for n, d in self.source.dtypes().items() if n not in self.weights}
+        return unchanged | {name: part[3] for name, part in self._parts().items()}
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """Computed from the rows of the weight that it depends on."""
@@ -261,6 +263,7 @@ class QuantizedSource:
         weight, role, shape, _ = self._parts()[name]
         if role == SHAPE:
             return torch.tensor(self.source.shapes()[weight])[box.slices_in(Box.whole(shape))]
+        # All columns, whatever the box: the groups of a scale must be complete.
         columns = self.source.shapes()[weight][1]
         step = max(1, _CHUNK // columns)
         parts = []

@@ -179,6 +179,7 @@ def _environments(jobs: int) -> list[dict[str, str]]:
         import torch
 
         devices = [str(number) for number in range(torch.cuda.device_count())]
+    # The cores of this process: a container or a queue may give fewer than the machine has.
     size, cores = len(devices) // jobs, max(1, len(os.sched_getaffinity(0)) // jobs)
     environments: list[dict[str, str]] = [{} for _ in range(jobs)]
     for job, environment in enumerate(environments):
@@ -218,6 +219,7 @@ def _show(results: Results, output: Path) -> None:
         )
         screen.print(cell(line), style="bold", soft_wrap=True)
         following = f"next: surefoot train {shlex.quote(str(output / 'best.yaml'))}"
+        # In one line, however long, so that it can be copied.
         screen.print(cell(following), soft_wrap=True)
 
 

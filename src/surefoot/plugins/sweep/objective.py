@@ -42,6 +42,7 @@ class Objective:
         return [
             (_step(record), _mean([record[self.metric]]))
             for record in records
+            # A log may have a metric of this name, too; an evaluation has no training loss.
             if self.metric in record and "loss" not in record
         ]
 

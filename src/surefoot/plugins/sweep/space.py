@@ -68,7 +68,7 @@ class SweptKey:
         return json.loads(param) if isinstance(param, str) else param
 
     def param(self, value: object) -> object:
-        """The opposite."""
+        """A value of the setting, as the study stores it."""
         is_choice = isinstance(self.distribution, CategoricalDistribution)
         return as_text(value) if is_choice else value
 
@@ -109,7 +109,7 @@ def plain(recipe: Recipe) -> object:
 
 
 def text_of(recipe: Recipe) -> str:
-    """The same as YAML."""
+    """A recipe as YAML, for ``surefoot train``."""
     return emit(plain(recipe))
 
 

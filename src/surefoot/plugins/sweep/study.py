@@ -93,6 +93,7 @@ def next_values(space: Space, study: optuna.Study, sampler: str, seed: int) -> V
     sampler_class = TPESampler if sampler == "tpe" else RandomSampler
     copy = _in_memory(study, trials, sampler_class(seed=trial_seed))
     distributions = {key.key: key.distribution for key in space.keys}
+    # optuna draws a combination again that was tried (decisions/0076).
     tried = {as_text(values_of(space, trial)) for trial in trials}
     for _ in range(_DRAWS):
         drawn = copy.ask(distributions).params

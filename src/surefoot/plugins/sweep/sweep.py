@@ -122,6 +122,7 @@ class Sweep:
             for name in names
             if before[name] != search[name]
         ]
+        # As recipes, so that the form of a text is no difference.
         differing += map(str, changes(read(before["recipe"]), self.space.base))
         if differing:
             raise RunError(
@@ -135,6 +136,7 @@ class Sweep:
         half_run = self.study.get_trials(states=[TrialState.RUNNING])
         waiting = [trial.number for trial in half_run]
         active: dict[int, Generator[None]] = {}  # by the number of its environment
+        # What is ignored stays so, as SIGHUP under nohup.
         heard = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
         before = {number: signal.signal(number, self._stop) for number in heard}
         try:
@@ -237,10 +239,12 @@ class Sweep:
         """Report a value; whether the trial is to end for it."""
         handle = running(self.study, number)
         trial = self.study.get_trials(deepcopy=False)[number]
+        # From the heartbeat: a recipe with epochs does not say how many steps they are.
         if "total_steps" not in trial.user_attrs:
             with contextlib.suppress(OSError, ValueError):
                 heartbeat = parse_json(read_inside(folder, HEARTBEAT, _MAX_BYTES))
                 handle.set_user_attr("total_steps", heartbeat["max_steps"])
+        # A resumed trial logs steps again, and optuna warns of a second report.
         if step not in trial.intermediate_values:
             handle.report(value, step)
         if self.search.pruner == "none":

@@ -181,7 +181,7 @@ class SurefootCheckpoints(TrainerCallback):  # type: ignore[misc]
         control.should_save = False
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The same."""
+        """Take over what was requested at the end of an epoch, too."""
         self.on_step_end(args, state, control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -198,6 +198,7 @@ class SurefootCheckpoints(TrainerCallback):  # type: ignore[misc]
         if step == self._saved_step:
             return  # this very state exists already, perhaps in another folder
         self._saved_step = step
+        # The Trainer adds them up at logs and at its own saves; later ones would be lost.
         self.trainer.store_flos()
         self._generators.step = RandomState().state_dict()
         if is_end and state.epoch == int(state.epoch):  # the next step would begin an epoch
@@ -260,6 +261,7 @@ class SurefootCheckpoints(TrainerCallback):  # type: ignore[misc]
             try:
                 saver.close()
             except CheckpointError as error:
+                # Not raised: what failed is over, and the training that begins now is another one.
                 logger.error("%s", error)
 
 
@@ -292,6 +294,7 @@ def _callback_states(trainer: Trainer) -> dict[str, Any]:
 
 def _restore_callbacks(state: Any, trainer: Trainer) -> None:
     """Restore the trainer's callbacks; new ones are not changed."""
+    # One callback of a class is no list in the file, as the Trainer writes it.
     saved = {
         name: list(each) if isinstance(each, list) else [each]
         for name, each in state.stateful_callbacks.items()
@@ -310,7 +313,7 @@ class Generators:
     step: dict[str, Any] | None = None  # None: the next step is the first of an epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Both."""
+        """Both moments, for a checkpoint."""
         return {"epoch": self.epoch, "step": self.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -352,6 +355,7 @@ def _weights(model: nn.Module) -> tuple[FullWeights | AdapterWeights | ModuleSta
     from peft import PeftModel
 
     if isinstance(model, PeftModel):
+        # An adapter's file has no names of adapters, and PEFT reads it back as "default".
         if list(model.peft_config) != ["default"]:
             raise RunError(
                 f"SurefootCheckpoints: the adapters {', '.join(model.peft_config)}: expected one, "
@@ -387,6 +391,7 @@ def _model_files(model: nn.Module, kind: Kind) -> dict[str, bytes]:
         return adapter_files(model)
     if not isinstance(model, PreTrainedModel):
         return {}
+    # A model with code of its own cannot be opened without that code.
     has_code = bool(getattr(model.config, "auto_map", None)) and bool(model.name_or_path)
     code = Path(model.name_or_path) if has_code else None
     return model_files(model, code, ())

@@ -103,6 +103,7 @@ def load_trainer_checkpoint(folder: Path, trainer: Trainer, *, trust_pickle: boo
     by_module = moments_by_name(saved, policy.module, folder / OPTIMIZER)
     expect_adamw(policy.step.optimizer, folder / OPTIMIZER)
     num_updates = max(int(values["step"]) for values in by_module.values())
+    # Fewer is possible, since an overflow of fp16 skips an update; more is not.
     if num_updates > progress.global_step:
         raise CheckpointError(
             f"{folder}: {OPTIMIZER} has made {counted(num_updates, 'update')}, but "
@@ -188,6 +189,7 @@ def _differences(
 def _numbers(value: object) -> tuple[object, ...] | None:
     """The numbers of a setting, to compare; None if it is something else."""
     numbers = tuple(value) if isinstance(value, list | tuple) else (value,)
+    # Not isinstance, by which True is a number.
     return numbers if all(type(number) in (int, float) for number in numbers) else None
 
 
@@ -197,6 +199,7 @@ def _scale(saved: object, where: Path) -> dict[str, float] | None:
         return None
     scale = saved.get("scale") if isinstance(saved, Mapping) else None
     calm = saved.get("_growth_tracker", 0) if isinstance(saved, Mapping) else 0
+    # The bounds refuse NaN and infinity, too.
     if not isinstance(scale, int | float) or not 0 < scale < 1e30 or not isinstance(calm, int):
         raise CheckpointError(f"{where}: it is not the state of torch's GradScaler")
     return {"scale": float(scale), "calm_steps": calm}
@@ -280,13 +283,13 @@ def _open_same(folder: Path, policy: nn.Module, weights: Weights) -> TensorSourc
             raise CheckpointError(f"{folder}: {problem}")
         return source
     with files.raising(CheckpointError):
-        theirs = strict_json.read_object(folder / ADAPTER_CONFIG)
-    ours: dict[str, Any] = json.loads(adapter_files(policy)[ADAPTER_CONFIG])
-    _refuse_other_meaning(folder, theirs, ours)
+        stored = strict_json.read_object(folder / ADAPTER_CONFIG)
+    current: dict[str, Any] = json.loads(adapter_files(policy)[ADAPTER_CONFIG])
+    _refuse_other_meaning(folder, stored, current)
     names = weights.state_dict().keys()
     shapes = {n: s for n, s in shapes.items() if n in names or not _is_base(source, n, policy)}
     if problem := other_model(shapes, weights):
-        pairs = [(name, _sorted(theirs.get(name)), _sorted(ours.get(name))) for name in _SHAPING]
+        pairs = [(name, _sorted(stored.get(name)), _sorted(current.get(name))) for name in _SHAPING]
         odd = [f"{name} {was} in it, {now} here" for name, was, now in pairs if was != now]
         reason = "; ".join(odd) or f"its {ADAPTER_CONFIG} is the same"
         raise CheckpointError(f"{folder}: {problem} ({reason})")
@@ -295,36 +298,39 @@ def _open_same(folder: Path, policy: nn.Module, weights: Weights) -> TensorSourc
 
 def _is_base(source: TensorSource, name: str, policy: nn.Module) -> bool:
     """Whether it is the base's: PEFT adds embeddings that are a target or were resized."""
-    ours = policy.state_dict().get(name)
-    if ours is None or tuple(ours.shape) != source.shapes()[name]:
+    tensor = policy.state_dict().get(name)
+    if tensor is None or tuple(tensor.shape) != source.shapes()[name]:
         return False
-    return torch.equal(read_whole(source, name).to(ours.dtype), ours.cpu())
+    # By value: name and shape are the same in both cases.
+    return torch.equal(read_whole(source, name).to(tensor.dtype), tensor.cpu())
 
 
-def _refuse_other_meaning(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+def _refuse_other_meaning(folder: Path, stored: dict[str, Any], current: dict[str, Any]) -> None:
     """Reject an adapter with equal tensors but other settings."""
     where = folder / ADAPTER_CONFIG
+    # Versions of PEFT differ in how they write what is unset.
     unset: tuple[object, ...] = (None, False, "none", {}, [])
     for name in _MEANING:
-        was, now = theirs.get(name), ours.get(name)
+        was, now = stored.get(name), current.get(name)
         if was != now and not (was in unset and now in unset):
             raise CheckpointError(
                 f"{where}: {name} is {was} in it and {now} in this run; set "
                 f"method.lora{_IN_A_RECIPE.get(name, '')} to the checkpoint's value, or start a "
                 f"new run from it with model.adapter={folder}"
             )
-    init = str(theirs.get("init_lora_weights")).lower()
+    init = str(stored.get("init_lora_weights")).lower()
     if init.startswith(CHANGED_BASE):
         raise CheckpointError(
             f"{where}: init_lora_weights {init} changed the base at the start of training, so "
             "its moments belong to that base only; this run's base is the original model"
         )
-    base, here = str(theirs.get("base_model_name_or_path")), str(ours["base_model_name_or_path"])
+    base, here = str(stored.get("base_model_name_or_path")), str(current["base_model_name_or_path"])
+    # The last part only: the same base may lie in another folder, or in a cache.
     if Path(base).name not in here:
         logger.warning(
             "%s: the adapter was trained on %s, this run's base is %s", where, base, here
         )
-    was, now = theirs.get("lora_dropout"), ours["lora_dropout"]
+    was, now = stored.get("lora_dropout"), current["lora_dropout"]
     if was != now:
         logger.warning("%s: lora_dropout was %s and is %s now", where, was, now)
 

@@ -49,6 +49,7 @@ def open_weights(folder: Path, *, trust_pickle: bool) -> TensorSource | None:
     and experts.
     """
     with files.raising(CheckpointError, f"cannot read {folder}"):
+        # The Trainer puts FSDP's weights into a folder of the checkpoint.
         for inner in (folder, folder / FSDP):
             if files.exists(inner / INDEX):
                 kind, place, read = "a distributed checkpoint of PyTorch", inner, _distributed
@@ -66,6 +67,7 @@ def open_weights(folder: Path, *, trust_pickle: bool) -> TensorSource | None:
             )
         try:
             source = PickledSource(read(place))
+        # A record has whatever the file says, so another layout may show as any of these.
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{where}: not in the layout of {kind} ({type(error).__name__}: {str(error)[:200]})"
@@ -97,7 +99,7 @@ class PickledSource:
         return {name: stored.shape for name, stored in self.tensors.items()}
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        """As stored."""
+        """Those in the files: float32 for what DeepSpeed trains."""
         return {name: stored.dtype for name, stored in self.tensors.items()}
 
     def read(self, name: str, box: Box) -> torch.Tensor:
@@ -133,6 +135,7 @@ def _distributed(place: Path) -> dict[str, _Stored]:
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"{name[:200]}: no dtype")
         boxes = {Box(tuple(c["offsets"]), tuple(c["sizes"])): None for c in tensor["chunks"]}
+        # A rank may have nothing of a small tensor, but a tensor without values must have one box.
         filled = [box for box in boxes if box.size] or list(boxes)[:1]
         if not is_covered_once(Box.whole(shape), filled):
             raise CheckpointError(
@@ -171,12 +174,14 @@ def _archive(
 ) -> tuple[files.File, int, int]:
     """A file, and offset and length of the archive of ``torch.save`` in it at ``place``."""
     name = place["relative_path"]
+    # The index may be anybody's: it must not lead out of the folder.
     if not is_plain_name(name) or "/" in name:
         raise CheckpointError(f"{folder / INDEX}: {name[:200]!r} is not a file in this folder")
     if place.get("transform_descriptors"):
         raise CheckpointError(
             f"{folder / name}: it is compressed or encrypted; read it with PyTorch"
         )
+    # Opened once: one file has many boxes, which are read later.
     if name not in opened:
         opened[name] = files.open_inside(folder, name)
     offset, length = int(place["offset"]), int(place["length"])

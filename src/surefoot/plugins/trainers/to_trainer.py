@@ -95,6 +95,7 @@ def save_trainer_checkpoint(
         run.model,
         adapter=checkpoint if is_adapter else None,
         frozen_adapters=(),
+        # The network is built for its names and shapes; nothing is computed.
         gradient_checkpointing="none",
     )
     options = NetworkOptions(method=run.method)
@@ -177,6 +178,7 @@ def _write_weights(opened: CheckpointFolder, network: Network, folder: Path) -> 
     """
     source: TensorSource = open_folder(opened.path)
     if network.weights.is_converted:
+        # from_pretrained compares no digests, so they are compared while it reads.
         with ConcurrentCheck([opened.path]) as check:
             opener = auto_class(network.inner.config)
             model = opener.from_pretrained(opened.path, dtype="auto")
@@ -185,6 +187,7 @@ def _write_weights(opened: CheckpointFolder, network: Network, folder: Path) -> 
         tied = model.all_tied_weights_keys
         source = TensorsInMemory({n: t for n, t in model.state_dict().items() if n not in tied})
     is_adapter = opened.manifest.is_adapter
+    # PEFT reads an adapter from one file only.
     stem, limit = ("adapter_model", None) if is_adapter else ("model", 5_000_000_000)
     copy(source, folder, stem=stem, max_shard_size=limit)
     for name in opened.manifest.files:
@@ -199,6 +202,7 @@ def _scheduler(settings: list[dict[str, object]], step: int) -> dict[str, object
     return {
         "base_lrs": [group["initial_lr"] for group in settings],
         "last_epoch": step,
+        # torch counts the call in its constructor, too.
         "_step_count": step + 1,
         "_is_initial": False,
         "_get_lr_called_within_step": False,
@@ -210,6 +214,7 @@ def _scheduler(settings: list[dict[str, object]], step: int) -> dict[str, object
 def _scaler(saved: Mapping[str, Any]) -> dict[str, object]:
     return {
         "scale": float(saved["scale"]),
+        # torch's defaults, with which the Trainer makes its scaler.
         "growth_factor": 2.0,
         "backoff_factor": 0.5,
         "growth_interval": 2000,
@@ -259,6 +264,7 @@ def training_arguments(run: Recipe, max_steps: int) -> dict[str, object]:
 
 def _group_settings(optim: Optimizer, progress: Mapping[str, Any]) -> list[dict[str, object]]:
     """The two groups of the Trainer's optimizer after this step."""
+    # A matrix, as weight decay is for matrices; only the settings are read.
     optimizer = optim.build([("w", torch.nn.Parameter(torch.zeros(1, 1)))], {})
     if not isinstance(optimizer, torch.optim.AdamW):
         raise CheckpointError(

@@ -59,8 +59,8 @@ def is_trainer_checkpoint(folder: Path) -> bool:
 
 def latest_complete(folder: Path) -> Path | None:
     """The Trainer's latest checkpoint in ``folder`` whose save was not interrupted."""
-    theirs = (path for path in named(folder) if is_trainer_checkpoint(path))
-    return max((p for p in theirs if files.exists(p / STATE)), key=step_of, default=None)
+    checkpoints = (path for path in named(folder) if is_trainer_checkpoint(path))
+    return max((p for p in checkpoints if files.exists(p / STATE)), key=step_of, default=None)
 
 
 def pickles_in(folder: Path) -> list[str]:
@@ -147,6 +147,7 @@ def read_progress(folder: Path) -> TrainerProgress:
         total_flos=_number(content, "total_flos", where, 0),
         log_history=[{k: v for k, v in r.items() if type(v) in (int, float)} for r in log],
     )
+    # -1: any other name may be the user's choice.
     if step_of(folder) not in (-1, progress.global_step):
         raise CheckpointError(
             f"{where}: it is of step {progress.global_step}, but the folder is {folder.name}: "
@@ -159,6 +160,7 @@ def _number(
     content: Mapping[str, Any], name: str, where: Path, default: float | None = None
 ) -> float:
     value = default if content.get(name) is None else content[name]
+    # The bounds refuse NaN and infinity, which the Trainer writes into its JSON.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e30:
         raise CheckpointError(f"{where}: {name} must be a number, found {str(value)[:40]!r}")
     return value

@@ -59,6 +59,7 @@ def as_sequence_classification(
     score = Renamed(head, {SCORE: f"{_FILE}.weight"})
     changes: dict[str, object] = {
         "architectures": [type(classifier).__name__],
+        # transformers takes the number of labels, and so of outputs, from this.
         "id2label": {"0": "LABEL_0"},
         "label2id": {"LABEL_0": 0},
     }
@@ -107,6 +108,7 @@ def _head_reads_last_hidden_states(model: PreTrainedModel) -> bool:
             stack.callback(inner.register_forward_hook(leaving).remove)
         model(input_ids=ids, use_cache=False, **{"attention_mask": None, **one_document(model, 2)})
     head, last = seen["head"], seen["last"]
+    # A slice of all positions is another object, but a view of the same one (`_base`).
     owners = [tensor if tensor._base is None else tensor._base for tensor in (head, last)]
     return owners[0] is owners[1] and head.shape == last.shape
 

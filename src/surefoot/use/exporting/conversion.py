@@ -436,6 +436,7 @@ class Grown:
     def _mean(self, name: str) -> torch.Tensor:
         if name not in self._means:
             shape = self.source.shapes()[name]
+            # In float64: in float32 the mean of 100,000 rows would depend on where blocks end.
             total = torch.zeros(shape[1], dtype=torch.float64)
             for box in Box.whole(shape).blocks(max(BLOCK, shape[1])):
                 total += self.source.read(name, box).double().sum(0)

@@ -56,7 +56,7 @@ class ExportOrigin:
 
 @dataclass(frozen=True)
 class Receipt:
-    """All of it."""
+    """The content of ``receipt.json``."""
 
     artefact: Artefact
     made_from: ExportOrigin
@@ -90,6 +90,7 @@ def write_receipt(
     if target.is_dir():
         inside = (path for path in target.rglob("*") if path.is_file())
         folder, file_names = target, [str(path.relative_to(target)) for path in inside]
+        # The receipt cannot have a hash of itself, and people write into the card.
         file_names = [name for name in file_names if name not in (NAME, CARD)]
     receipt = Receipt(
         artefact,
@@ -133,6 +134,7 @@ def read_receipt(target: Path) -> Receipt:
             )
         origin = {n: v for n, v in content.pop("made_from").items() if n != "manifest"}
         entries = content.pop("files")
+        # Without the times of files: an artefact is copied to where it is served.
         identities = {name: FileIdentity(**entry, stamp="") for name, entry in entries.items()}
         return Receipt(
             artefact=Artefact(**content.pop("artefact")),

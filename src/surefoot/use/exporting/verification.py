@@ -49,7 +49,7 @@ class UnopenedError(ModelError):
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a verification."""
+    """The memory that a verification takes, and what is free."""
 
     num_bytes: int
     available: int
@@ -357,5 +357,5 @@ def _largest(values: Sequence[float]) -> float:
 
 
 def bound_of(artefact: Artefact) -> float:
-    """Of its format."""
+    """That of its format; exact weights differ by the order of sums alone."""
     return BOUNDS.get(artefact.type, EXACT) if artefact.is_rounded else EXACT
