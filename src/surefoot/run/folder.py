@@ -33,6 +33,7 @@ from ..storage.files import digest, is_folder, raising, size_of, write_aside, wr
 from ..storage.folder_lock import lock
 from ..storage.remote import Address, is_address
 from ..training.callback import TrainerCallback
+from ..training.callbacks.launches import take_stop_request
 from ..training.section import TrainSection
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ def opened(recipe: Recipe, world: World = ALONE) -> Iterator[RunFolder]:
         _must_be_shared(folder, world)
         run = RunFolder(folder)
         if world.is_main:
+            take_stop_request(folder)  # of an earlier launch, which has ended without it
             wait_for_orphans(folder)
             run = RunFolder(folder, _look_away(folder, recipe))
             _refuse_another_run(run, recipe)
