@@ -127,6 +127,17 @@ def test_who_loses_another_process_says_that_and_no_more():
         ranks.run(2, work)
 
 
+def test_a_process_group_of_the_program_is_refused_with_what_to_do():
+    def work(world):
+        with pytest.raises(RunError) as refused, joined(ParallelSection()):
+            pass
+        return str(refused.value)
+
+    for message in ranks.run(2, work):
+        assert message.startswith("this program has a process group already, of 2 ranks over gloo")
+        assert "destroy_process_group() before the run, and set MASTER_PORT" in message
+
+
 def test_a_rank_that_waits_for_others_says_for_whom_and_what_to_do(monkeypatch, caplog):
     monkeypatch.setattr(log, "SPEAKS_AFTER", 0.05)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ..errors import LostPeerError, RunError, SurefootError
+from ..errors import LostPeerError, RunError, SurefootError, counted
 from ..log import announced
 from ..storage.child import LAUNCHER
 from ..storage.memory import allocator_message, is_out_of_memory
@@ -206,6 +206,7 @@ def joined(section: ParallelSection) -> Iterator[World]:
     if another rank has died."""
     from_launcher = launched()
     rank, size, local = from_launcher or (0, 1, 0)
+    _refuse_group(size)
     try:
         section.axes(size)
     except ValueError as error:
@@ -220,6 +221,19 @@ def joined(section: ParallelSection) -> Iterator[World]:
         return
     with connected(section, rank, size, local) as world:
         yield world
+
+
+def _refuse_group(size: int) -> None:
+    """Raise ``RunError`` if this program has a process group, which could not serve: the one of
+    Ray, for example, is of one backend. To destroy it is for whoever has made it."""
+    present = dist.get_world_size() if dist.is_initialized() else 0
+    if present and max(present, size) > 1:
+        raise RunError(
+            f"this program has a process group already, of {counted(present, 'rank')} over "
+            f"{dist.get_backend()}; a run makes its own, over gloo between hosts and NCCL between "
+            "GPUs. Call torch.distributed.destroy_process_group() before the run, and set "
+            "MASTER_PORT to another port that is free on the machine of rank 0, on all ranks"
+        )
 
 
 @contextlib.contextmanager
