@@ -2,8 +2,11 @@
 
 import errno
 import fcntl
+import json
 import logging
 import os
+import threading
+import time
 
 import pytest
 
@@ -17,6 +20,9 @@ from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import Recipe
 from surefoot.run import folder as run_folder
 from surefoot.stages import SFT
+from surefoot.storage.child import LAUNCHER
+from surefoot.storage.folder_lock import lock
+from surefoot.training.callbacks.launches import HEARTBEAT, LaunchFiles
 from surefoot.training.section import TrainSection
 
 
@@ -63,6 +69,66 @@ def test_without_locks_a_run_starts_and_says_what_is_not_noticed(
     with caplog.at_level(logging.WARNING):
         assert why(ALONE, tmp_path / "run") == [".lock"]
     assert "this file system has no locks" in caplog.text
+
+
+@pytest.fixture
+def restarted(monkeypatch, tmp_path):
+    """Started by a launcher, while this very process has the lock, and a heartbeat in step 7."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr(run_folder, "_LOOK", 0.02)
+    monkeypatch.setattr(run_folder, "_LAST_STEP", 0.3)
+    monkeypatch.setattr(run_folder, "_HANDOVER", 10.0)
+    LaunchFiles(tmp_path).beat(7, 9)
+    with lock(tmp_path, RunError, doing="", taken="") as held:
+        yield held
+
+
+def test_who_is_restarted_waits_for_the_last_save_of_the_launch_before(restarted, tmp_path, caplog):
+    timer = threading.Timer(0.8, lambda: (LaunchFiles(tmp_path).beat(8, 9), restarted.file.close()))
+    timer.start()
+    assert ".lock" in why(ALONE, tmp_path)
+    assert caplog.text.count("has the lock of") == 1
+    assert f"process {os.getpid()} on " in caplog.text
+
+
+@pytest.mark.usefixtures("restarted")
+def test_a_launch_that_takes_steps_is_not_waited_for(tmp_path):
+    steps, is_over = LaunchFiles(tmp_path), threading.Event()
+
+    def train():
+        step = 7
+        while not is_over.wait(0.05):
+            steps.beat(step := step + 1, 10**6, is_due=True)
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    began = time.monotonic()
+    assert "another process is training in" in why(ALONE, tmp_path)
+    assert 0.3 < time.monotonic() - began < 8
+    is_over.set()
+    trainer.join()
+
+
+@pytest.mark.usefixtures("restarted")
+@pytest.mark.parametrize("because", ["limit", "dead", "no heartbeat", "no launcher", "ours"])
+def test_a_lock_is_waited_for_only_while_its_holder_lives_and_a_launcher_restarts(
+    because, tmp_path, monkeypatch, caplog
+):
+    if because == "limit":
+        monkeypatch.setattr(run_folder, "_HANDOVER", 0.5)
+    if because == "dead":
+        beat = json.loads((tmp_path / HEARTBEAT).read_text())
+        (tmp_path / HEARTBEAT).write_text(json.dumps({**beat, "pid_started": "another/1"}))
+    if because == "no heartbeat":
+        (tmp_path / HEARTBEAT).unlink()
+    if because == "no launcher":
+        monkeypatch.delenv("RANK")
+    if because == "ours":
+        monkeypatch.setenv(LAUNCHER, str(os.getppid()))
+    assert "another process is training in" in why(ALONE, tmp_path)
+    assert ("has the lock of" in caplog.text) == (because == "limit")
 
 
 def test_a_lock_that_fails_is_one_sentence(tmp_path, monkeypatch):
