@@ -2,9 +2,12 @@
 
 import fcntl
 import json
+import os
 import signal
+import socket
 import threading
 import time
+import traceback
 
 import pytest
 
@@ -12,6 +15,9 @@ import commands
 import small
 import surefoot
 from project import Project, checkpoints, losses, start
+from surefoot.recipe.recipe import load
+from surefoot.run._launch import LaunchRecord
+from surefoot.run.training_run import run
 from surefoot.training.callback import TrainerCallback
 from surefoot.training.callbacks import launches
 from surefoot.training.callbacks.launches import HEARTBEAT, NAME, STOP, request_stop
@@ -135,3 +141,44 @@ def test_only_a_run_that_trains_can_be_stopped(tmp_path):
         fcntl.flock(lock, fcntl.LOCK_EX)
         stopped(tmp_path, "--no-wait")
     assert (tmp_path / STOP).exists()
+
+
+def test_ranks_leave_together_after_rank_0_has_recorded_the_end(project, tmp_path, monkeypatch):
+    """A launcher such as `srun --kill-on-bad-exit` ends all when one has left."""
+    ended = LaunchRecord.ended
+
+    def late(self, *outcome):
+        time.sleep(1.0 if self.callbacks else 0.0)  # of rank 0, which may upload
+        ended(self, *outcome)
+
+    monkeypatch.setattr(LaunchRecord, "ended", late)
+    recipe = load(project.recipe, {"train.output_dir": str(tmp_path / "run")})
+
+    def work():
+        outcome = run(recipe, callbacks=[At(3, request(signal.SIGTERM))])
+        assert outcome.signal == signal.SIGTERM
+        assert events(tmp_path / "run")[-1]["event"] == "end"
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    names = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    pids = []
+    for rank in range(2):
+        if (pid := os.fork()) == 0:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            try:
+                work()
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
+        pids.append(pid)
+    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0]
+
+
+def test_the_command_of_a_launch_is_that_of_who_starts_it(project, tmp_path):
+    recipe = load(project.recipe, {"train.output_dir": str(tmp_path), "train.max_steps": 1})
+    run(recipe, command="surefoot launch recipe.yaml --on ray")
+    assert events(tmp_path)[0]["command"] == "surefoot launch recipe.yaml --on ray"
