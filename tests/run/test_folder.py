@@ -11,6 +11,7 @@ import time
 import pytest
 
 import ranks
+from crash.system import But, refusing
 from surefoot.data.section import DataSection
 from surefoot.errors import RunError
 from surefoot.methods import Full
@@ -20,6 +21,7 @@ from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import Recipe
 from surefoot.run import folder as run_folder
 from surefoot.stages import SFT
+from surefoot.storage import files
 from surefoot.storage.child import LAUNCHER
 from surefoot.storage.folder_lock import lock
 from surefoot.training.callbacks.launches import HEARTBEAT, LaunchFiles
@@ -139,3 +141,55 @@ def test_a_lock_that_fails_is_one_sentence(tmp_path, monkeypatch):
     found = why(ALONE, tmp_path / "run")
     assert found.startswith(f"train.output_dir: cannot lock {tmp_path / 'run'}: ")
     assert "another machine has replaced or removed it" in found
+
+
+class Streamed:
+    """``os`` on a bucket that is mounted without a cache (rclone, goofys): a file is written once,
+    from its beginning to its end."""
+
+    def pwrite(self, descriptor, data, offset):
+        if offset != os.fstat(descriptor).st_size:
+            raise OSError(errno.ESPIPE, os.strerror(errno.ESPIPE))
+        return os.pwrite(descriptor, data, offset)
+
+    def __getattr__(self, name):
+        return getattr(os, name)
+
+
+def refused_append(path, flags, *mode, **options):
+    if flags & os.O_APPEND:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
+    return os.open(path, flags, *mode, **options)
+
+
+MOUNTS = {
+    "streamed": Streamed(),
+    "no append": But(open=refused_append),  # Mountpoint for Amazon S3
+    "lost append": But(write=lambda descriptor, data: len(data)),
+    "no rename": But(rename=refusing(errno.ENOSYS)),
+}
+
+
+@pytest.mark.parametrize("mount", MOUNTS)
+def test_a_mount_that_cannot_take_a_run_is_named_before_anything_with_its_cure(
+    mount, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(files, "os", MOUNTS[mount])
+    said = why(ALONE, tmp_path / "run")
+    assert f"{tmp_path / 'run'} is on a file system that cannot overwrite, append to and" in said
+    assert "set train.output_dir to the URL of the bucket (s3://..., gs://...), or to a" in said
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_a_cache_on_such_a_mount_is_named_as_that(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "os", MOUNTS["streamed"])
+    with pytest.raises(RunError, match=r"without a cache; set train\.cache_dir to a folder on a"):
+        run_folder._must_take_writes(tmp_path, is_cache=True)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_a_disk_that_is_full_or_read_only_is_no_bucket(code, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "os", But(pwrite=refusing(code)))
+    said = why(ALONE, tmp_path / "run")
+    assert said.startswith(f"train.output_dir: cannot write in {tmp_path / 'run'}: ")
+    assert "bucket" not in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -25,14 +26,24 @@ from ..checkpoint.verification import (
     wait_for_orphans,
 )
 from ..data.order.micro_batches import fitting_micro_batch
-from ..errors import CheckpointError, RunError, SurefootError
+from ..errors import CheckpointError, RunError, SurefootError, explain
 from ..extensions import Extended
 from ..parallel.section import launched
 from ..parallel.world import ALONE, World
 from ..recipe.files import RUN_RECIPE
 from ..recipe.recipe import Recipe, changes, dump, load
 from ..storage.child import LAUNCHER
-from ..storage.files import digest, is_folder, raising, size_of, write_aside, write_new
+from ..storage.files import (
+    NO_LOCKS,
+    digest,
+    is_folder,
+    make_folder,
+    raising,
+    size_of,
+    try_writes,
+    write_aside,
+    write_new,
+)
 from ..storage.folder_lock import lock
 from ..storage.remote import Address, is_address
 from ..training.callback import TrainerCallback
@@ -93,6 +104,8 @@ def opened(recipe: Recipe, world: World = ALONE) -> Iterator[RunFolder]:
     Raises ``RunError`` if it cannot be written, another process trains in it, it contains another
     run, or not all ranks see it, ``StoreError`` if ``output_dir`` is a URL that cannot be used."""
     folder = recipe.train.folder
+    if world.is_main:
+        _must_take_writes(folder, is_cache=isinstance(recipe.train.output_dir, Address))
     with _locked(folder) if world.is_main else nullcontext():
         _must_be_shared(folder, world)
         run = RunFolder(folder)
@@ -103,6 +116,26 @@ def opened(recipe: Recipe, world: World = ALONE) -> Iterator[RunFolder]:
             _refuse_another_run(run, recipe)
         world.wait()
         yield run
+
+
+def _must_take_writes(folder: Path, *, is_cache: bool) -> None:
+    """Refuse a bucket that is mounted as a folder through which only whole files can be streamed,
+    before the model is loaded. Appends to metrics and launches would be lost there without a word,
+    and the first save would fail."""
+    try:
+        make_folder(folder)
+        try_writes(folder)
+    except OSError as error:
+        if error.errno not in (errno.ESPIPE, *NO_LOCKS):
+            raise RunError(
+                f"train.output_dir: cannot write in {folder}: {explain(error)}"
+            ) from None
+        cure = "train.output_dir to the URL of the bucket (s3://..., gs://...), or to"
+        raise RunError(
+            f"train.output_dir: {folder} is on a file system that cannot overwrite, append to and "
+            f"rename files ({error.strerror}), such as a bucket that is mounted without a cache; "
+            f"set {'train.cache_dir to' if is_cache else cure} a folder on a disk"
+        ) from None
 
 
 @dataclass
