@@ -26,6 +26,7 @@ from rich.text import Text
 from ...checkpoint.disk.commit import committed, step_of
 from ...cli.table import JSON, cell, console, fitted, number, print_json
 from ...errors import RunError, SurefootError, counted
+from ...run.goodput import PARTS, ledger_of
 from ...storage.remote import Address, default_cache, is_address
 from ...terminal_text import duration, one_line
 from ...training.callbacks.launches import request_stop
@@ -109,13 +110,62 @@ def board(
         web.serve(app, listener, seconds_to_finish=1, most_connections=_MAX_OPEN)
 
 
-@click.command()
+class _Runs(click.Group):
+    """``runs ROOT`` is ``runs list ROOT``."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Add the name of the command that is meant without one."""
+        names = (*self.commands, *self.get_help_option_names(ctx))
+        return super().parse_args(ctx, args if args and args[0] in names else ["list", *args])
+
+
+@click.group(cls=_Runs)
+def runs() -> None:
+    """List the runs below a folder, or say where the time of one went.
+
+    `surefoot runs ROOT` is `surefoot runs list ROOT`.
+    """
+
+
+@runs.command()
+@click.argument("place", metavar="RUN")
+@JSON
+def goodput(place: str, *, as_json: bool) -> None:
+    """Say where the time of RUN went, over all of its launches, also those that were killed.
+
+    Its parts sum to the time from the first launch to the last sign of life. Goodput is the share
+    of `trained`: of steps that are part of the run.
+    """
+    ledger = ledger_of(_folder(place, "name the folder of a run"))
+    if not ledger.num_launches:
+        raise RunError(f"{place}: there is no record of launches in it")
+    if as_json:
+        print_json(ledger.as_data())
+        return
+    launches, steps = (
+        counted(ledger.num_launches, "launch", "launches"),
+        counted(ledger.step, "step"),
+    )
+    repeated = counted(ledger.num_repeated_steps, "step")
+    screen = console()
+    screen.print(f"{launches} in {duration(ledger.wall)}, {steps}, and {repeated} repeated")
+    parts = {name: seconds for name, seconds in ledger.seconds.items() if seconds}
+    columns = {
+        "time": [cell(name) for name in parts],
+        "h:mm:ss": [cell(duration(seconds)) for seconds in parts.values()],
+        "%": [cell(f"{100 * seconds / (ledger.wall or 1):.1f}") for seconds in parts.values()],
+        "what": [cell(PARTS[name]) for name in parts],
+    }
+    screen.print(fitted(screen, columns, numbers=("h:mm:ss", "%"), optional=("what",)))
+
+
+@runs.command("list")
 @click.argument("root", default=".", type=ROOT)
 @click.option(
     "--filter", "words", default="", help="Only runs that have all of these words, as 'died lora'."
 )
 @JSON
-def runs(root: Path, words: str, *, as_json: bool) -> None:
+def list_runs(root: Path, words: str, *, as_json: bool) -> None:
     """List the runs in and below ROOT.
 
     The state of each comes from its lock and its record. A word of --filter is searched in names,

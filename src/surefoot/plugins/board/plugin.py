@@ -11,7 +11,10 @@ PLUGIN = Plugin(
             "Show how runs train in the terminal: curves, figures, time left, state.",
             f"{_HERE}:watch",
         ),
-        "runs": ("List runs with their states and figures; also as JSON.", f"{_HERE}:runs"),
+        "runs": (
+            "List runs with their states and figures, or say where the time of one went.",
+            f"{_HERE}:runs",
+        ),
         "stop": (
             "Let a run finish its step, save and end, from any machine that sees its folder.",
             f"{_HERE}:stop",

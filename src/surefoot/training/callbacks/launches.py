@@ -19,8 +19,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,42 @@ NAME = "launches.jsonl"
 HEARTBEAT = ".heartbeat.json"  # hidden: not uploaded with a run in an object store
 STOP = ".stop"
 INTERVAL = 1.0  # seconds between heartbeats, and between two looks for STOP
+STARTING, TRAINING, ENDING = "starting", "training", "ending"  # what a Stopwatch begins with, ...
+_LAST = 1 << 14  # bytes that hold the last line of NAME
 MAX_LINE = 2000  # characters of an error or of a command
+
+
+class Stopwatch:
+    """The seconds of a launch by what they go to, which is one thing at a time."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds: dict[str, float] = {}
+        self._clock, self._now, self._since = clock, STARTING, clock()
+
+    def switch(self, name: str) -> str:
+        """From now on, seconds go to ``name``; returns to what they went until now."""
+        now, before = self._clock(), self._now
+        self.add(before, now - self._since)
+        self._now, self._since = name, now
+        return before
+
+    @contextmanager
+    def on(self, name: str) -> Iterator[None]:
+        """The seconds of the block go to ``name``."""
+        before = self.switch(name)
+        try:
+            yield
+        finally:
+            self.switch(before)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add seconds that were measured elsewhere."""
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def read(self) -> dict[str, float]:
+        """The seconds until now."""
+        self.switch(self._now)
+        return {name: round(seconds, 6) for name, seconds in self._seconds.items()}
 
 
 @dataclass
@@ -52,6 +87,7 @@ class LaunchFiles:
 
     folder: Path
     began: float = field(default_factory=time.time)
+    stopwatch: Stopwatch | None = None  # of the Trainer, once there is one
     _beat: float = field(default=0.0, init=False)
 
     def announce(self, pid: int) -> None:
@@ -60,8 +96,10 @@ class LaunchFiles:
 
     def begin(self, command: str | None = None, **facts: object) -> None:
         """The launch has the run's lock. ``command`` is what a person would type to repeat it."""
+        self._record_death()
         command = (command or " ".join(sys.argv))[:MAX_LINE]
-        self._append("launch", **process(), command=command, cwd=str(Path.cwd()), **facts)
+        record = {"began": self.began, "command": command, "cwd": str(Path.cwd()), **facts}
+        self._append("launch", **process(), **record)
         self.beat(0, None, is_due=True)
 
     def beat(
@@ -74,6 +112,7 @@ class LaunchFiles:
             return False
         self._beat = now
         heartbeat = {"time": now, "began": self.began, "step": step, "max_steps": max_steps}
+        heartbeat |= self._spent()
         path = self.folder / HEARTBEAT
         aside = path.with_name(f"{HEARTBEAT}.{os.getpid()}")
         with suppress(OSError):
@@ -83,11 +122,30 @@ class LaunchFiles:
 
     def log(self, **facts: object) -> None:
         """What a log has of this machine: memory, and time lost to saves."""
-        self._append("log", **facts)
+        self._append("log", **facts, **self._spent())
 
     def end(self, outcome: str, **facts: object) -> None:
         """The launch ends: ``complete``, ``stopped`` by a signal, or ``failed``."""
-        self._append("end", outcome=outcome, **facts)
+        self._append("end", outcome=outcome, **facts, **self._spent())
+
+    def _spent(self) -> dict[str, Any]:
+        if self.stopwatch is None:
+            return {"seconds": {STARTING: time.time() - self.began}}
+        return {"seconds": self.stopwatch.read()}
+
+    def _record_death(self) -> None:
+        """Record the last heartbeat of a launch that was killed, which this one replaces: until
+        then it lived, and so far it came."""
+        with suppress(OSError, ValueError), open_inside(self.folder, NAME) as file:
+            start = max(0, file.size - _LAST)
+            *_, last = file.read(start, file.size - start).splitlines()
+            if parse_json(last)["event"] not in ("end", "start"):
+                names = ("began", "step", "seconds")
+                beat = {
+                    n: v for n, v in last_heartbeat(self.folder).items() if n in ("time", *names)
+                }
+                if beat:
+                    append_line(self.folder / NAME, json.dumps({"event": "heartbeat", **beat}))
 
     def _append(self, event: str, **facts: object) -> None:
         with suppress(OSError):
@@ -126,6 +184,17 @@ def process() -> dict[str, object]:
     """This process, so that another one with its number is not taken for it."""
     pid = os.getpid()
     return {"host": socket.gethostname(), "pid": pid, "pid_started": started(pid)}
+
+
+def process_began() -> float:
+    """When this process was started, in seconds since 1970; now, if the system does not say."""
+    try:
+        stat = Path("/proc/self/stat").read_text()
+        age = time.clock_gettime(time.CLOCK_BOOTTIME)
+    except (OSError, AttributeError):
+        return time.time()
+    ticks = int(stat.rpartition(")")[2].split()[19])
+    return time.time() - (age - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def started(pid: int) -> str | None:
