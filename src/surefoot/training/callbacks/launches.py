@@ -44,7 +44,8 @@ HEARTBEAT = ".heartbeat.json"  # hidden: not uploaded with a run in an object st
 STOP = ".stop"
 INTERVAL = 1.0  # seconds between heartbeats, and between two looks for STOP
 STARTING, TRAINING, ENDING = "starting", "training", "ending"  # what a Stopwatch begins with, ...
-_LAST = 1 << 14  # bytes that hold the last line of NAME
+_LAST = 1 << 14  # bytes that hold the last two lines of NAME
+_OF_DEATH = ("time", "began", "step", "seconds")  # of a heartbeat, once it is the last one
 MAX_LINE = 2000  # characters of an error or of a command
 
 
@@ -138,14 +139,13 @@ class LaunchFiles:
         then it lived, and so far it came."""
         with suppress(OSError, ValueError), open_inside(self.folder, NAME) as file:
             start = max(0, file.size - _LAST)
-            *_, last = file.read(start, file.size - start).splitlines()
-            if parse_json(last)["event"] not in ("end", "start"):
-                names = ("began", "step", "seconds")
-                beat = {
-                    n: v for n, v in last_heartbeat(self.folder).items() if n in ("time", *names)
-                }
-                if beat:
-                    append_line(self.folder / NAME, json.dumps({"event": "heartbeat", **beat}))
+            lines = file.read(start, file.size - start).splitlines()
+            rows = [row for line in lines[-2:] if isinstance(row := parse_json(line), dict)]
+            events = [row.get("event") for row in rows if row.get("event") != "start"]
+            beat = last_heartbeat(self.folder)
+            if beat and events and events[-1] != "end":
+                facts = {name: beat[name] for name in _OF_DEATH if name in beat}
+                append_line(self.folder / NAME, json.dumps({"event": "heartbeat", **facts}))
 
     def _append(self, event: str, **facts: object) -> None:
         with suppress(OSError):
