@@ -95,11 +95,16 @@ def test_a_file_in_the_folder_of_a_run_stops_it(project, tmp_path, monkeypatch):
     assert not (tmp_path / STOP).exists()
 
 
-def test_the_file_is_looked_for_once_a_second(project, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("interval", "num_looks"), [(0.0, 3 + 8), (1e9, 3)])
+def test_the_file_is_looked_for_no_more_often_than_a_heartbeat_is_written(
+    interval, num_looks, project, tmp_path, monkeypatch
+):
+    """Always before the launch, before its 8 steps and after them."""
     looks = []
+    monkeypatch.setattr(launches, "INTERVAL", interval)
     monkeypatch.setattr(launches, "exists", lambda path: looks.append(path))
     surefoot.train(project.recipe, train={"output_dir": str(tmp_path)})
-    assert 2 <= len(looks) <= 4  # of 8 steps: before the launch, at its first step and at its end
+    assert len(looks) == num_looks
 
 
 def test_a_stop_that_an_earlier_launch_was_to_make_is_not_made(project, tmp_path, monkeypatch):
