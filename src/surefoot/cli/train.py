@@ -68,11 +68,13 @@ def train(recipe: str, overrides: tuple[str, ...], trust_pickle: bool) -> None:
         return
     with loading():
         from surefoot.run.training_run import run
+        from surefoot.training.callbacks.launches import process_began
 
         for name in loaded.method.packages:
             importlib.import_module(name)
 
-    outcome = run(loaded, trust_pickle=trust_pickle, choose=_choice(loaded))
+    choose, began = _choice(loaded), process_began()
+    outcome = run(loaded, trust_pickle=trust_pickle, choose=choose, began=began)
     if is_main and outcome.state.is_complete:
         extras.finish(loaded, outcome.state)
     if outcome.is_main:

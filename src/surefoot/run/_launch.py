@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from ..network.open import check_packages
 from ..parallel.world import World
 from ..recipe.recipe import Recipe
 from ..training.callback import TrainerCallback, TrainerState
-from ..training.callbacks.launches import MAX_LINE, LaunchFiles, redacted
+from ..training.callbacks.launches import MAX_LINE, STARTING, LaunchFiles, redacted
 from ..training.callbacks.trackers import Heartbeat, Reports, TrackerProcess, finish
 from ..training.section import TrainSection
 from ..training.trainer import Trainer
@@ -31,13 +32,19 @@ from ..training.trainer import Trainer
 
 @contextmanager
 def recorded(
-    folder: Path, recipe: Recipe, world: World, start: Path | None
+    folder: Path,
+    recipe: Recipe,
+    world: World,
+    start: Path | None,
+    *,
+    command: str | None,
+    began: float,
 ) -> Iterator[LaunchRecord]:
     """Record the launch inside the block in ``folder``, which is locked: its begin, its end, an
     error; and report it to the trackers of the recipe. Nothing on other ranks. Raises
     ``RecipeError`` if a tracker or the webhook's URL is missing."""
     world.on_main(partial(_check_reports, recipe.train))
-    files = LaunchFiles(folder)
+    files = LaunchFiles(folder, began)
     if not world.is_main:
         yield LaunchRecord(files)
         return
@@ -48,7 +55,8 @@ def recorded(
     record = LaunchRecord(files, [Heartbeat(files), *reports])
     try:
         resumed_from = start and start.name
-        files.begin(ranks=world.size, device=device().type, resumed_from=resumed_from, **machine())
+        facts = {"ranks": world.size, "device": device().type, "resumed_from": resumed_from}
+        files.begin(command, **facts, **machine())
         with record.before_uploads():
             yield record
     finally:  # errors may name what they were given
@@ -64,9 +72,14 @@ class LaunchRecord:
     callbacks: Sequence[TrainerCallback] = ()  # of rank 0
     end: dict[str, object] = field(default_factory=lambda: {"outcome": "failed"})
     _error: BaseException | None = None
+    _state: TrainerState | None = None  # once there is a trainer
 
     def follow(self, trainer: Trainer) -> Trainer:
-        """The trainer is built: its saver knows the time that saves cost."""
+        """The trainer is built, and knows what its time goes to."""
+        stopwatch = self.files.stopwatch = trainer.stopwatch
+        before_it = time.time() - self.files.began - stopwatch.read()[STARTING]
+        stopwatch.add(STARTING, before_it)
+        self._state = trainer.state
         for callback in self.callbacks:
             if isinstance(callback, Heartbeat):
                 callback.blocking_seconds = lambda: trainer.saver.blocking_seconds
@@ -93,7 +106,8 @@ class LaunchRecord:
             self._error = error
             words = str(error) or type(error).__name__
             kind = type(error).__name__
-            self._record(outcome="failed", error=words[:MAX_LINE], kind=kind)
+            step = {} if self._state is None else {"step": self._state.global_step}
+            self._record(outcome="failed", error=words[:MAX_LINE], kind=kind, **step)
 
     def _record(self, **end: object) -> None:
         self.end = end

@@ -19,10 +19,12 @@ from ..checkpoint.loading import load
 from ..checkpoint.saving.saver import AsyncSaver
 from ..checkpoint.state.roles import MODEL, Stateful
 from ..checkpoint.state.states import RandomState
+from ..errors import STOP_SIGNALS
 from ..model.numerics import seed_everything
 from ..parallel.world import ALONE, World
 from ..storage.files import exists
 from .callback import Callbacks, TrainerControl, TrainerState
+from .callbacks.launches import ENDING, TRAINING, Stopwatch
 from .control import LogAccumulator, StopSignal
 from .evaluation import Evaluation, EvaluationSet, prefixed, record_evaluation
 from .section import TrainSection
@@ -88,6 +90,7 @@ class Trainer:
     save_steps: int | None = None  # of the recipe, for `trainer_state.json`
     feeder: AbstractContextManager[object] = field(default_factory=nullcontext)  # while data comes
     stop: StopSignal = field(default_factory=StopSignal)
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
     _progress: _Progress = field(default_factory=_Progress, init=False)
 
     @property
@@ -117,10 +120,12 @@ class Trainer:
         return self._progress.agreed or self.stop.received
 
     def fit(self) -> TrainerState:
-        """Train until ``max_steps`` or a signal, which both end in a save, or a callback's stop.
+        """Train until ``max_steps``, a signal or ``control.stop_signal``, which all end in a save,
+        or until ``control.should_training_stop``.
         Raises ``RunError`` for NaN and infinity if ``on_nan`` is stop, ``CheckpointError`` if a
         save failed and ``on_save_error`` is stop."""
-        self.control.should_training_stop = False
+        self.control.should_training_stop, self.control.stop_signal = False, None
+        self.stopwatch.switch(TRAINING)
         self.policy.module.train()
         self.callbacks.emit("on_train_begin")
         with self.stop, self.feeder, self.saver:
@@ -133,6 +138,7 @@ class Trainer:
                 self._turn()
                 self._act()
             self._collect(wait=True)
+        self.stopwatch.switch(ENDING)
         self.callbacks.emit("on_train_end")
         return self.state
 
@@ -175,7 +181,10 @@ class Trainer:
             self.control.should_epoch_stop = False
             self.callbacks.emit("on_epoch_begin")
         windows.memory.step = self.state.global_step + 1
-        turn = windows.next_turn()
+        with self.stopwatch.on("data"):
+            turn = windows.next_turn()
+        for name, change in (("data", -turn.seconds), (TRAINING, turn.seconds)):
+            self.stopwatch.add(name, change)  # the stage has prepared it, by rollouts for example
         self.interval.note(turn.figures)
         self.interval.spend(turn.seconds)
         if (turn.window and not self._step(turn)) or not windows.is_between:
@@ -341,9 +350,10 @@ class Trainer:
             self.interval.log(self.callbacks)
         if control.should_evaluate and self.evals:
             try:
-                parts = self._measure_all()
-                with self.policy.network.evaluating():  # callbacks generate without dropout
-                    record_evaluation(self.section, self.callbacks, prefixed(parts, "eval"))
+                with self.stopwatch.on("evaluating"):
+                    parts = self._measure_all()
+                    with self.policy.network.evaluating():  # callbacks generate without dropout
+                        record_evaluation(self.section, self.callbacks, prefixed(parts, "eval"))
             except _BrokenOffError:
                 state.pending = ["should_evaluate"]
         control.should_log = control.should_evaluate = False
@@ -374,14 +384,18 @@ class Trainer:
 
     def _agree(self) -> None:
         """Look for a signal, and make all ranks do the same: set the flags that any has set."""
+        signal = self.stop.received or self.control.stop_signal
+        if signal not in (None, *STOP_SIGNALS):  # 128 + SIGKILL, say, would be read as a kill
+            signals = ", ".join(each.name for each in STOP_SIGNALS)
+            raise ValueError(f"control.stop_signal: expected one of {signals}, got {signal!r}")
         if self.world.size == 1:
-            self._progress.agreed = self.stop.received
+            self._progress.agreed = None if signal is None else Signals(signal)
             return
-        names = [attribute.name for attribute in fields(self.control)]
+        names = [each.name for each in fields(self.control) if each.name != "stop_signal"]
         local_flags = [float(getattr(self.control, name)) for name in names]
         # Else one rank would save while another trains, and both would wait for each other in
         # collectives.
-        *flags, number = self.world.largest([*local_flags, float(self.stop.received or 0)])
+        *flags, number = self.world.largest([*local_flags, float(signal or 0)])
         for name, flag in zip(names, flags, strict=True):
             setattr(self.control, name, bool(flag))
         self._progress.agreed = Signals(int(number)) if number else None
@@ -392,13 +406,14 @@ class Trainer:
         is_best = (
             self.section.load_best_model_at_end and state.best_global_step == state.global_step
         )
-        self.saver.save(
-            state.global_step,
-            self.states,
-            companions={"trainer_state.json": self._state_file()},
-            **self.ranking,
-            insist=is_best or self._is_done(),
-        )
+        with self.stopwatch.on("saving"):
+            self.saver.save(
+                state.global_step,
+                self.states,
+                companions={"trainer_state.json": self._state_file()},
+                **self.ranking,
+                insist=is_best or self._is_done(),
+            )
 
     @property
     def ranking(self) -> dict[str, Any]:
@@ -422,7 +437,9 @@ class Trainer:
 
     def _collect(self, *, wait: bool = False) -> None:
         """Call the callbacks for saves that have been committed."""
-        for path in self.saver.wait() if wait else self.saver.poll():
+        with self.stopwatch.on("saving"):
+            committed = self.saver.wait() if wait else self.saver.poll()
+        for path in committed:
             self._progress.rollbacks = 0
             if self.world.is_main:  # the others know only of their own part
                 self.callbacks.emit_saved(step_of(path))

@@ -212,6 +212,19 @@ def test_what_is_tried_is_the_text_of_the_page_and_not_the_file(board, root):
     assert "runs/mine" in (root / "recipes/mine.yaml").read_text()
 
 
+def test_where_the_time_of_a_run_went_is_on_its_page(board, root):
+    spent = {"starting": 10.0, "training": 45.0, "saving": 5.0}
+    end = {"outcome": "complete", "step": 20, "seconds": spent}
+    folder = write_run(root / "runs/timed", end=end)
+    goodput = board.get("/api/run", params={"run": "runs/timed"}).json()["goodput"]
+    parts = {name: seconds for name, seconds in goodput["seconds"].items() if seconds}
+    assert parts == {"trained": 45, "saving": 5, "starting": 10}
+    assert (goodput["wall"], goodput["goodput"]) == (60, 0.75)
+    (folder / "launches.jsonl").write_text("[]\n")
+    assert board.get("/api/run", params={"run": "runs/timed"}).json()["goodput"] is None
+    shutil.rmtree(folder)
+
+
 def test_only_the_process_of_a_run_is_stopped(board, root):
     folder = write_run(root / "runs/mine")
     nobody = board.post("/api/stop", params={"run": "runs/mine"})

@@ -81,3 +81,27 @@ def test_a_full_disk_does_not_stop_a_run_for_its_heartbeat(tmp_path):
     files.beat(1, 2, is_due=True)
     files.log(step=1)
     files.end("complete")
+
+
+@pytest.mark.parametrize("between", [[], ["start"]])
+def test_the_last_heartbeat_of_a_launch_that_was_killed_is_recorded_by_the_next(between, tmp_path):
+    first = LaunchFiles(tmp_path)
+    first.begin()
+    first.beat(7, 9, is_due=True)
+    for _ in between:
+        first.announce(1)
+    second = LaunchFiles(tmp_path)
+    second.begin()
+    second.end("stopped")
+    LaunchFiles(tmp_path).begin()
+    beat = next(row for row in events(tmp_path) if row["event"] == "heartbeat")
+    assert (beat["began"], beat["step"]) == (first.began, 7)
+    names = ["launch", *between, "heartbeat", "launch", "end", "launch"]
+    assert [row["event"] for row in events(tmp_path)] == names
+
+
+@pytest.mark.parametrize("content", [b"[]\n", b"\xff\n", b"{", b""])
+def test_a_record_that_is_damaged_stops_no_launch(content, tmp_path):
+    (tmp_path / NAME).write_bytes(content)
+    LaunchFiles(tmp_path).begin()
+    assert (tmp_path / NAME).read_bytes().startswith(content)

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoint.looking.listing import added, stored
-from ...errors import RecipeError
+from ...errors import RecipeError, RunError
 from ...recipe.files import RUN_RECIPE, read_text
 from ...recipe.recipe import changes, load_text
-from ...storage.files import open_inside
+from ...run.goodput import ledger_of
+from ...storage.files import open_inside, size_of
 from ...training.callbacks.launches import LOG
 from ...training.callbacks.launches import NAME as LAUNCHES
 from .metrics import Column, MetricsFile, smoothed, thinned
@@ -82,6 +83,7 @@ class Board:
             "recipe": recipe,
             "recipe_problem": problem,
             "launches": _launches(folder),
+            "goodput": _goodput(folder),
             "metrics": sorted(metrics.columns),
             "metrics_problem": metrics.note(),
             "samples": sample_files(folder),
@@ -188,6 +190,17 @@ def _launches(folder: Path) -> list[dict[str, object]]:
         elif row.get("event") == "end" and launches:
             launches[-1]["end"] = row
     return launches[-_MAX_LAUNCHES:]
+
+
+def _goodput(folder: Path) -> dict[str, Any] | None:
+    """Where the time of a run went; None if there is no record of it, or more than a page may take
+    to read."""
+    if (size_of(folder / LAUNCHES) or 0) > _MAX_LAUNCH_BYTES:
+        return None
+    try:
+        return ledger_of(folder).as_data()
+    except RunError:
+        return None
 
 
 def _of_machine(folder: Path) -> MetricsFile:

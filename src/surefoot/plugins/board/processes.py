@@ -170,7 +170,8 @@ def stop(run: str, state: RunState) -> None:
         raise RunError(f"{run}: no process is training there")
     if not is_here or not isinstance(pid, int):
         where = f"on {process['host']}" if is_here is None and "host" in process else "not known"
-        raise RunError(f"{run}: its process is {where}; stop it where it was started")
+        cure = f"stop it where it was started, or with `surefoot stop {run}`"
+        raise RunError(f"{run}: its process is {where}; {cure}")
     os.kill(pid, signal.SIGTERM)
 
 

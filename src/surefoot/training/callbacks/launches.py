@@ -3,6 +3,7 @@ started as a process of its own, and how another process follows what it writes,
 
 launches.jsonl    appended: one line when a launch begins, one for each log, one when it ends
 .heartbeat.json   replaced about every second: the step, and the process that takes it
+.stop             created by whoever wants the run to stop; removed by the launch that does so
 
 A launch that was killed has no end. Nothing here is needed for a resume. No torch, so that a reader
 starts at once.
@@ -18,19 +19,67 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ...errors import RunError
-from ...storage.files import File, append_line, open_inside, open_log, parse_json
+from ...storage.files import (
+    File,
+    append_line,
+    exists,
+    open_inside,
+    open_log,
+    parse_json,
+    raising,
+    read_inside,
+    write_aside,
+)
 from ...terminal_text import plain
 
 NAME = "launches.jsonl"
 HEARTBEAT = ".heartbeat.json"  # hidden: not uploaded with a run in an object store
-INTERVAL = 1.0  # seconds between heartbeats
+STOP = ".stop"
+INTERVAL = 1.0  # seconds between heartbeats, and between two looks for STOP
+STARTING, TRAINING, ENDING = "starting", "training", "ending"  # what a Stopwatch begins with, ...
+_LAST = 1 << 14  # bytes that hold the last two lines of NAME
+_OF_DEATH = ("time", "began", "step", "seconds")  # of a heartbeat, once it is the last one
 MAX_LINE = 2000  # characters of an error or of a command
+
+
+class Stopwatch:
+    """The seconds of a launch by what they go to, which is one thing at a time."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds: dict[str, float] = {}
+        self._clock, self._now, self._since = clock, STARTING, clock()
+
+    def switch(self, name: str) -> str:
+        """From now on, seconds go to ``name``; returns to what they went until now."""
+        now, before = self._clock(), self._now
+        self.add(before, now - self._since)
+        self._now, self._since = name, now
+        return before
+
+    @contextmanager
+    def on(self, name: str) -> Iterator[None]:
+        """The seconds of the block go to ``name``."""
+        before = self.switch(name)
+        try:
+            yield
+        finally:
+            self.switch(before)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add seconds that were measured elsewhere."""
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def read(self) -> dict[str, float]:
+        """The seconds until now."""
+        self.switch(self._now)
+        return {name: round(seconds, 6) for name, seconds in self._seconds.items()}
 
 
 @dataclass
@@ -39,40 +88,64 @@ class LaunchFiles:
 
     folder: Path
     began: float = field(default_factory=time.time)
+    stopwatch: Stopwatch | None = None  # of the Trainer, once there is one
     _beat: float = field(default=0.0, init=False)
 
     def announce(self, pid: int) -> None:
         """Another process was started that will begin the launch, or fail before it does."""
         self._append("start", host=socket.gethostname(), pid=pid, pid_started=started(pid))
 
-    def begin(self, **facts: object) -> None:
-        """The launch has the run's lock."""
-        command = " ".join(sys.argv)[:MAX_LINE]
-        self._append("launch", **process(), command=command, cwd=str(Path.cwd()), **facts)
+    def begin(self, command: str | None = None, **facts: object) -> None:
+        """The launch has the run's lock. ``command`` is what a person would type to repeat it."""
+        self._record_death()
+        command = (command or " ".join(sys.argv))[:MAX_LINE]
+        record = {"began": self.began, "command": command, "cwd": str(Path.cwd()), **facts}
+        self._append("launch", **process(), **record)
         self.beat(0, None, is_due=True)
 
     def beat(
         self, step: int, max_steps: int | None, *, is_due: bool = False, **facts: object
-    ) -> None:
-        """The launch is at ``step``; written if the last time is long enough ago."""
+    ) -> bool:
+        """The launch is at ``step``; written if the last time is long enough ago. Returns whether
+        it was."""
         now = time.time()
         if not is_due and 0 <= now - self._beat < INTERVAL:
-            return
+            return False
         self._beat = now
         heartbeat = {"time": now, "began": self.began, "step": step, "max_steps": max_steps}
+        heartbeat |= self._spent()
         path = self.folder / HEARTBEAT
         aside = path.with_name(f"{HEARTBEAT}.{os.getpid()}")
         with suppress(OSError):
             aside.write_text(json.dumps({**heartbeat, **process(), **facts}))
             aside.replace(path)
+        return True
 
     def log(self, **facts: object) -> None:
         """What a log has of this machine: memory, and time lost to saves."""
-        self._append("log", **facts)
+        self._append("log", **facts, **self._spent())
 
     def end(self, outcome: str, **facts: object) -> None:
         """The launch ends: ``complete``, ``stopped`` by a signal, or ``failed``."""
-        self._append("end", outcome=outcome, **facts)
+        self._append("end", outcome=outcome, **facts, **self._spent())
+
+    def _spent(self) -> dict[str, Any]:
+        if self.stopwatch is None:
+            return {"seconds": {STARTING: time.time() - self.began}}
+        return {"seconds": self.stopwatch.read()}
+
+    def _record_death(self) -> None:
+        """Record the last heartbeat of a launch that was killed, which this one replaces: until
+        then it lived, and so far it came."""
+        with suppress(OSError, ValueError), open_inside(self.folder, NAME) as file:
+            start = max(0, file.size - _LAST)
+            lines = file.read(start, file.size - start).splitlines()
+            rows = [row for line in lines[-2:] if isinstance(row := parse_json(line), dict)]
+            events = [row.get("event") for row in rows if row.get("event") != "start"]
+            beat = last_heartbeat(self.folder)
+            if beat and events and events[-1] != "end":
+                facts = {name: beat[name] for name in _OF_DEATH if name in beat}
+                append_line(self.folder / NAME, json.dumps({"event": "heartbeat", **facts}))
 
     def _append(self, event: str, **facts: object) -> None:
         with suppress(OSError):
@@ -81,10 +154,47 @@ class LaunchFiles:
             )
 
 
+def request_stop(folder: Path) -> None:
+    """Let the launch that trains in ``folder`` stop as at Ctrl-C, wherever it runs. Raises
+    ``RunError``."""
+    with raising(RunError, "the run is not stopped"):
+        write_aside(folder / STOP, b"")
+
+
+def take_stop_request(folder: Path) -> bool:
+    """Whether the launch is to stop; removes the request."""
+    with suppress(OSError):
+        if exists(folder / STOP):
+            with suppress(OSError):  # of a folder in which only others may delete
+                (folder / STOP).unlink()
+            return True
+    return False
+
+
+def last_heartbeat(folder: Path) -> dict[str, Any]:
+    """The heartbeat of the last launch; empty if there is none."""
+    try:
+        beat = parse_json(read_inside(folder, HEARTBEAT, 1 << 16))
+    except (OSError, ValueError):
+        return {}
+    return beat if isinstance(beat, dict) else {}
+
+
 def process() -> dict[str, object]:
     """This process, so that another one with its number is not taken for it."""
     pid = os.getpid()
     return {"host": socket.gethostname(), "pid": pid, "pid_started": started(pid)}
+
+
+def process_began() -> float:
+    """When this process was started, in seconds since 1970; now, if the system does not say."""
+    try:
+        stat = Path("/proc/self/stat").read_text()
+        age = time.clock_gettime(time.CLOCK_BOOTTIME)
+    except (OSError, AttributeError):
+        return time.time()
+    ticks = int(stat.rpartition(")")[2].split()[19])
+    return time.time() - (age - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def started(pid: int) -> str | None:
