@@ -28,6 +28,7 @@ from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe_data import open_codec
 from surefoot.run.assembly import build
 from surefoot.run.contexts import collation_of
+from surefoot.run.resolving import resolved
 from surefoot.use import export
 
 ALL = ("tower", "projector", "language")
@@ -191,7 +192,7 @@ def run(kind, tmp_path_factory):
         settings = {"method": {"lora": IN_FULL if kind == "gemma3" else EVERY}, **settings}
         settings["train"] = {"output_dir": str(folder / name), **settings.get("train", {})}
         recipe = pictures.recipe(folder, base, cutoff_len=512, **settings)
-        return build(recipe, world=world, resume=resume)
+        return build(resolved(recipe), world=world, resume=resume)
 
     return made, folder
 
@@ -310,7 +311,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(run, finished):
         assert all(torch.equal(values[name], expected[name]) for name in expected), path.name
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl", "gemma3"], scope="module")
+@pytest.mark.parametrize("kind", ["qwen2_vl", "gemma3"], indirect=True)
 def test_two_ranks_with_and_without_pictures_train_as_one_does(kind, run):
     """Micro-batches of one row: most steps have a rank without a picture."""
     made, _ = run
@@ -342,7 +343,7 @@ def test_a_rank_without_pictures_has_gradients_of_zero_in_the_tower(kind, run, p
     assert [set(reached[part]) for part in ("tower", "projector")] == [{False}, {False}]
 
 
-@pytest.mark.parametrize("kind", ["llava"], scope="module")
+@pytest.mark.parametrize("kind", ["llava"], indirect=True)
 def test_a_part_has_a_learning_rate_of_its_own(kind, run):
     made, _ = run
     rates = {"tower": 0, "projector": 0.5}
@@ -359,7 +360,7 @@ def test_a_part_has_a_learning_rate_of_its_own(kind, run):
         made("refused", optim=optim, method="lora")
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl", "llava"], scope="module")
+@pytest.mark.parametrize("kind", ["qwen2_vl", "llava"], indirect=True)
 @pytest.mark.parametrize(
     "method",
     [LoRA(rank=2, rslora=True), LoRA(rank=2, dora=True), OFT(block_size=4), VeRA(rank=4)],
@@ -382,7 +383,7 @@ def test_every_kind_of_adapter_may_be_on_every_part(kind, method, prepared, tmp_
     torch.testing.assert_close(logits(opened, prepared), ours, **close)
 
 
-@pytest.mark.parametrize("kind", ["gemma3"], scope="module")
+@pytest.mark.parametrize("kind", ["gemma3"], indirect=True)
 def test_an_adapter_is_continued_on_the_parts_that_it_has(kind, run, finished):
     made, folder = run
     adapter = {"model": {"adapter": str(folder / "run" / "checkpoint-4")}}
