@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import ModelError, RecipeError
 from ..storage.weight_files import KINDS
-from .parts import LANGUAGE, PROJECTOR, modules_of, parts_of
+from .parts import LANGUAGE, PROJECTOR, modules_of, parts_of, sound_towers
 
 HEAD = "the output head"
 ROUTER = "a router"
@@ -55,8 +55,8 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def layer_list(model: nn.Module) -> nn.ModuleList:
-    """The list of decoder layers: the ``ModuleList`` with most parameters. A tower for pictures,
-    which may have more than the language model (SigLIP's 400 M beside SmolLM's 135 M), has none."""
+    """The list of decoder layers: the ``ModuleList`` with most parameters. Those of a tower for
+    pictures, which may have more than the language model, are none."""
     decoder: nn.Module = model
     if isinstance(model, PreTrainedModel) and parts_of(model):
         decoder = model.get_decoder()
@@ -133,9 +133,11 @@ def matrices(model: PreTrainedModel) -> list[Matrix]:
 
 def names_in_parts(model: PreTrainedModel) -> dict[str, str]:
     """The part of each parameter that is of another part than the language model, which has all
-    that text passes through."""
+    that text passes through. A tower for sounds is of none: no row has any."""
     parts, unreached = parts_of(model), unreached_by_text(model)
     by_parameter = {p: part for part in parts if part != LANGUAGE for p in parts[part]}
+    for parameter in (p for encoder in sound_towers(model) for p in encoder.parameters()):
+        by_parameter.pop(parameter, None)
     names = {plain_name(name): p for name, p in model.named_parameters()}
     return {
         name: by_parameter[p]

@@ -28,7 +28,7 @@ def parts_of(model: PreTrainedModel) -> Mapping[str, list[nn.Parameter]]:
     language = {id(p) for p in decoder.parameters()}
     if (head := model.get_output_embeddings()) is not None:
         language |= {id(p) for p in head.parameters()}
-    towers = [tower, *_sounds(model)]
+    towers = [tower, *sound_towers(model)]
     inside = {id(p) for encoder in towers for p in encoder.parameters()}
     projector = {id(p) for p in model.parameters()} - language - inside
     if not projector:
@@ -41,7 +41,7 @@ def parts_of(model: PreTrainedModel) -> Mapping[str, list[nn.Parameter]]:
     return parts
 
 
-def _sounds(model: PreTrainedModel) -> list[nn.Module]:
+def sound_towers(model: PreTrainedModel) -> list[nn.Module]:
     """The tower for sounds, if there is one."""
     encoder = model.get_encoder(modality="audio")
     return [] if encoder in (model, model.base_model, model.get_decoder()) else [encoder]
