@@ -143,7 +143,26 @@ GEMMA = (
     "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
 TEMPLATES = {"qwen2_vl": QWEN, "llava": LLAVA, "idefics3": IDEFICS, "gemma3": GEMMA}
+PROJECTORS = {
+    "qwen2_vl": "model.visual.merger.",
+    "llava": "model.multi_modal_projector.",
+    "idefics3": "model.connector.",
+    "gemma3": "model.multi_modal_projector.",
+}
+TOWERS = {
+    "qwen2_vl": "model.visual.",
+    "llava": "model.vision_tower.",
+    "idefics3": "model.vision_model.",
+    "gemma3": "model.vision_tower.",
+}
 KINDS = list(CONFIGS)
+
+
+def part_of(kind, name):
+    """The part of a parameter, as LLaMA-Factory's table of models (0.9.5) has it."""
+    if name.startswith(PROJECTORS[kind]):
+        return "projector"
+    return "tower" if name.startswith(TOWERS[kind]) else "language"
 
 
 def model(kind):

@@ -114,8 +114,26 @@ def test_the_parts_that_it_freezes_are_frozen(kind, folder):
     assert (both.data.media.folder, both.data.media.max_pixels) == (folder, 768 * 768)
     tower = translated(folder, kind, finetuning_type="full", freeze_multi_modal_projector=False)
     assert tower.method.frozen_modules == ("tower",)
-    assert translated(folder, kind, finetuning_type="lora").method.name == "lora"
     with pytest.raises(RecipeError, match="use_badam: its blocks have the tower"):
         translated(folder, kind, finetuning_type="full", use_badam=True)
-    with pytest.raises(RecipeError, match="freeze_vision_tower: only finetuning_type: full"):
-        translated(folder, kind, finetuning_type="lora", freeze_vision_tower=False)
+    with pytest.raises(RecipeError, match="freeze_vision_tower: only finetuning_type: full, lora"):
+        translated(folder, kind, finetuning_type="freeze", freeze_vision_tower=False)
+
+
+@pytest.mark.parametrize("kind", ["gemma3"], scope="module")
+@pytest.mark.parametrize("finetuning_type", ["lora", "oft"])
+def test_the_parts_that_it_does_not_freeze_have_adapters(kind, finetuning_type, folder):
+    def made(**values):
+        return translated(folder, kind, finetuning_type=finetuning_type, **values).method
+
+    assert made().parts == ("language",)
+    assert made(freeze_vision_tower=False).parts == ("tower", "language")
+    projector = {"freeze_multi_modal_projector": False}
+    with pytest.raises(RecipeError, match=r"_projector: .*_target: all does not adapt the projec"):
+        made(**projector)
+    named = made(**projector, **{f"{finetuning_type}_target": "q_proj,linear_1"})
+    assert (named.parts, named.targets) == (("projector", "language"), ("q_proj", "linear_1"))
+    if finetuning_type == "lora":
+        adapter = {"adapter_name_or_path": str(folder), "freeze_vision_tower": False}
+        assert made(**adapter).parts == ("language",), "it is trained further on what it adapts"
+        assert made(**adapter, create_new_adapter=True).parts == ("tower", "language")

@@ -7,33 +7,17 @@ import tiny
 from surefoot.errors import RecipeError
 from surefoot.methods import Full
 
-PROJECTORS = {
-    "qwen2_vl": "model.visual.merger.",
-    "llava": "model.multi_modal_projector.",
-    "idefics3": "model.connector.",
-    "gemma3": "model.multi_modal_projector.",
-}
-TOWERS = {
-    "qwen2_vl": "model.visual.",
-    "llava": "model.vision_tower.",
-    "idefics3": "model.vision_model.",
-    "gemma3": "model.vision_tower.",
-}
 LANGUAGE = ("model.language_model.", "model.text_model.", "lm_head.")
 
 
 @pytest.mark.parametrize("kind", pictures.KINDS)
 def test_each_part_can_be_frozen(kind):
-    def part(name):
-        if name.startswith(PROJECTORS[kind]):
-            return "projector"
-        return "tower" if name.startswith(TOWERS[kind]) else "language"
-
     for frozen in (["tower"], ["projector"], ["tower", "projector"], ["language"]):
         model = Full(frozen_modules=tuple(frozen)).apply(pictures.model(kind))
         for name, parameter in model.named_parameters():
-            assert part(name) != "language" or name.startswith(LANGUAGE), name
-            assert parameter.requires_grad == (part(name) not in frozen), name
+            part = pictures.part_of(kind, name)
+            assert part != "language" or name.startswith(LANGUAGE), name
+            assert parameter.requires_grad == (part not in frozen), name
 
 
 def test_a_model_that_reads_text_has_no_tower():

@@ -13,7 +13,7 @@ from .. import network as networks
 from ..errors import RecipeError, counted
 from ..model.section import ModelSection
 from ..schema import Problem, must
-from .adapter import AdapterMethod, names_in, target_names
+from .adapter import AdapterMethod, Part, names_in, target_names
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -57,12 +57,15 @@ class LoRA(AdapterMethod):
     targets: tuple[str, ...] = ("all",)
     """What to adapt, by the last part of the name: linear layers (``q_proj``) and experts that are
     fused in one parameter (``gate_up_proj``). ``all`` is every one except the head and routers."""
+    parts: tuple[Part, ...] = ("language",)
+    """Parts of a model that reads pictures in which targets are adapted: ``tower``, ``projector``
+    and ``language``. Each of them must have a target."""
     layers: tuple[int, ...] = ()
     """Decoder layers whose targets are adapted, counted from 0 (from the end, if negative). Empty:
     all, and what is outside of the layers."""
     modules_to_save: tuple[str, ...] = ()
-    """Modules to train in full and save with the adapter, such as ``embed_tokens`` or
-    ``lm_head``."""
+    """Modules to train in full and save with the adapter, such as ``embed_tokens``, ``lm_head``,
+    or the ``projector`` of a model that reads pictures."""
     new_tokens: bool = False
     """Train the embeddings of new tokens (``model.new_special_tokens``), and no others: their rows
     of the input embeddings and of the output head."""
@@ -93,6 +96,8 @@ class LoRA(AdapterMethod):
                     raise ValueError(f"{name} must be positive, got {value} for {pattern}")
         must(self, "be in [0, 1)", "dropout")
         must(self, "not be negative", "init_iterations")
+        if self.layers and "language" not in self.parts:
+            raise ValueError("layers are those of the language model, which parts does not name")
         if self.dora and self.init in _COMPUTED:
             raise ValueError(
                 f"init is {self.init}, which dora cannot have: its checkpoints are the sum of two "
@@ -128,7 +133,6 @@ class LoRA(AdapterMethod):
 
     def apply(self, model: PreTrainedModel) -> nn.Module:
         """Wrap ``model`` as PEFT does. Raises ``RecipeError`` if a target is not in it."""
-        self.check_saved(model)
         chosen = self.chosen(model)
         # All of these are found before PEFT changes the model: it ignores, converts or doubles what
         # it cannot do, and says nothing (docs/decisions/0045).
@@ -140,7 +144,7 @@ class LoRA(AdapterMethod):
         config: Any = self.config(
             target_parameters=parameters or None,
             trainable_token_indices=self._rows(model, chosen) if self.new_tokens else None,
-            **self.shared(modules),
+            **self.shared(model, modules),
         )
         wrapped = self.wrapped(model, chosen, config)
         if self.dora:
@@ -181,11 +185,18 @@ class LoRA(AdapterMethod):
             expected = self.chosen(model).all_parameters
         except RecipeError:  # the names are the adapter's, such as a regular expression
             expected = set()
+        of_parts = models.lora_targets.names_in_parts(model)
         module = attach(model)
         self._freeze(module)
         config = self.config_of(module)
         names = target_names(vars(config))
         adapted_parameters = {*models.lora_targets.adapted(module)}
+        parts = {of_parts.get(name, "language") for name in adapted_parameters}
+        if self.parts != ("language",) and parts != {*self.parts}:
+            raise RecipeError(
+                f"method.lora.parts: {', '.join(self.parts)}, but model.adapter adapts "
+                f"{', '.join(sorted(parts))}; leave parts out to continue with all of it"
+            )
         if adapted_parameters - expected and self.layers:
             raise RecipeError(
                 f"method.lora.layers: {', '.join(map(str, self.layers))}, but model.adapter also "
@@ -234,7 +245,9 @@ class LoRA(AdapterMethod):
 
     def chosen(self, model: PreTrainedModel) -> Targets:
         """The targets, of the chosen layers alone if there are any; fused experts, too."""
-        chosen = models.lora_targets.choose_targets(model, self.targets, self.modules_to_save)
+        chosen = models.lora_targets.choose_targets(
+            model, self.targets, self.in_full(model), parts=self.parts
+        )
         if not self.layers:
             return chosen
         layers = models.lora_targets.decoder_layers(model)

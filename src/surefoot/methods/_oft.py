@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import RecipeError
 from ..schema import must
-from .adapter import AdapterMethod
+from .adapter import AdapterMethod, Part
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -36,9 +36,12 @@ class OFT(AdapterMethod):
     targets: tuple[str, ...] = ("all",)
     """The linear layers to adapt, by the last part of the name; ``all`` is every one except the
     head, routers and experts."""
+    parts: tuple[Part, ...] = ("language",)
+    """Parts of a model that reads pictures in which targets are adapted: ``tower``, ``projector``
+    and ``language``. Each of them must have a target."""
     modules_to_save: tuple[str, ...] = ()
-    """Modules to train in full and save with the adapter, such as ``embed_tokens`` or
-    ``lm_head``."""
+    """Modules to train in full and save with the adapter, such as ``embed_tokens``, ``lm_head``,
+    or the ``projector`` of a model that reads pictures."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,7 +6,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from .. import model as models
 from ..errors import CheckpointError, RecipeError
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from ..network.method import UnshardedWeights
 
 
+Part = Literal["tower", "projector", "language"]  # of a model that reads pictures
+
+
 class AdapterMethod(Method):
     """One kind of adapter, on a base that stays frozen. A kind is one file: its settings, what PEFT
     calls them, what it can adapt, and how it merges. What is here is right for kinds that adapt
@@ -36,11 +39,14 @@ class AdapterMethod(Method):
     does: ClassVar[str]  # what the kind does to a weight, in errors
 
     targets: tuple[str, ...]
+    parts: tuple[Part, ...]
     modules_to_save: tuple[str, ...]
 
     def __post_init__(self) -> None:
         if not self.targets:
             raise ValueError("targets must name at least one module, or all")
+        if not self.parts:
+            raise ValueError("parts must name at least one of tower, projector, language")
 
     @abstractmethod
     def config(self, **shared: Any) -> PeftConfig:
@@ -63,16 +69,15 @@ class AdapterMethod(Method):
 
     def apply(self, model: PreTrainedModel) -> nn.Module:
         """Wrap ``model`` as PEFT does. Raises ``RecipeError`` if a target cannot be adapted."""
-        self.check_saved(model)
         chosen = self.chosen(model)
         modules, _ = models.lora_targets.target_patterns(model, chosen)
-        return self.wrapped(model, chosen, self.config(**self.shared(modules)))
+        return self.wrapped(model, chosen, self.config(**self.shared(model, modules)))
 
-    def shared(self, modules: Sequence[str]) -> dict[str, Any]:
+    def shared(self, model: PreTrainedModel, modules: Sequence[str]) -> dict[str, Any]:
         """The arguments that PEFT's configuration has for every kind."""
         return {
             "target_modules": list(modules),
-            "modules_to_save": list(self.modules_to_save) or None,
+            "modules_to_save": self.in_full(model) or None,
             "task_type": "CAUSAL_LM",
         }
 
@@ -153,19 +158,22 @@ class AdapterMethod(Method):
         """Whether frozen adapters may be beside it: all are one LoRA adapter together."""
         return False
 
-    def check_saved(self, model: nn.Module) -> None:
-        """Raise ``RecipeError`` if a module of ``modules_to_save`` does not exist."""
-        module_names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
-        for name in self.modules_to_save:
-            if name not in module_names:
+    def in_full(self, model: PreTrainedModel) -> list[str]:
+        """``modules_to_save`` by names of ``model``. Raises ``RecipeError`` if one is not there."""
+        names = models.lora_targets.in_full(model, self.modules_to_save)
+        for name in names:
+            if not any(f".{module}".endswith(f".{name}") for module, _ in model.named_modules()):
                 raise RecipeError(
                     f"method.{self.name}.modules_to_save: no module {name!r} in the model"
                 )
+        return names
 
     def chosen(self, model: PreTrainedModel) -> Targets:
         """The targets. Raises ``RecipeError`` unless all of them are linear layers."""
         key = f"method.{self.name}.targets"
-        targets = models.lora_targets.choose_targets(model, self.targets, self.modules_to_save, key)
+        targets = models.lora_targets.choose_targets(
+            model, self.targets, self.in_full(model), key, self.parts
+        )
         # `all` of a kind that has no form for fused experts is all linear layers.
         if "all" in self.targets:
             targets = replace(targets, parameters=[])

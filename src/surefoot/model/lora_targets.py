@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import ModelError, RecipeError
 from ..storage.weight_files import KINDS
-from .parts import parts_of
+from .parts import LANGUAGE, PROJECTOR, modules_of, parts_of, sound_towers
 
 HEAD = "the output head"
 ROUTER = "a router"
@@ -55,21 +55,17 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def layer_list(model: nn.Module) -> nn.ModuleList:
-    """The list of decoder layers: the ``ModuleList`` with most parameters."""
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 0]
+    """The list of decoder layers: the ``ModuleList`` with most parameters. Those of a tower for
+    pictures, which may have more than the language model, are none."""
+    decoder: nn.Module = model
+    if isinstance(model, PreTrainedModel) and parts_of(model):
+        decoder = model.get_decoder()
+    lists = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) > 0]
     if not lists:
         raise ModelError(
             f"{type(model).__name__}: found no list of layers; use method full or lora"
         )
     return max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
-
-
-def linear_names(model: PreTrainedModel) -> list[str]:
-    """The last parts of the names of all linear layers except the output head, sorted."""
-    head = model.get_output_embeddings()
-    modules = model.named_modules()
-    linear = [name for name, m in modules if isinstance(m, nn.Linear) and m is not head]
-    return sorted({name.rpartition(".")[2] for name in linear})
 
 
 def endings(chosen: Iterable[str], every: Iterable[str]) -> list[str]:
@@ -93,6 +89,7 @@ class Matrix:
     is_fused: bool = False  # all experts' of one kind, in a parameter with three dimensions
     left_out: str = ""  # why it has no adapter unless it is named; empty if it has one
     is_adaptable: bool = True  # whether it can have one at all
+    part: str = LANGUAGE  # of a model that reads pictures
 
     @property
     def target(self) -> str:
@@ -114,6 +111,7 @@ def matrices(model: PreTrainedModel) -> list[Matrix]:
     """All matrices of ``model``, in its order."""
     modules, routers = _modules(model), router_names(model)
     head, unreached = model.get_output_embeddings(), unreached_by_text(model)
+    parts = names_in_parts(model)
     all_matrices = []
     for name, module in modules.items():
         if isinstance(module, nn.Linear | Conv1D):
@@ -124,9 +122,28 @@ def matrices(model: PreTrainedModel) -> list[Matrix]:
             Matrix(f"{name}.{leaf}", is_fused=True) for leaf, _ in _fused(name, module)
         ]
     return [
-        replace(m, left_out=UNREACHED, is_adaptable=False) if m.name in unreached else m
+        replace(m, part=parts[m.name])
+        if m.name in parts
+        else replace(m, left_out=UNREACHED, is_adaptable=False)
+        if m.name in unreached
+        else m
         for m in all_matrices
     ]
+
+
+def names_in_parts(model: PreTrainedModel) -> dict[str, str]:
+    """The part of each parameter that is of another part than the language model, which has all
+    that text passes through. A tower for sounds is of none: no row has any."""
+    parts, unreached = parts_of(model), unreached_by_text(model)
+    by_parameter = {p: part for part in parts if part != LANGUAGE for p in parts[part]}
+    for parameter in (p for encoder in sound_towers(model) for p in encoder.parameters()):
+        by_parameter.pop(parameter, None)
+    names = {plain_name(name): p for name, p in model.named_parameters()}
+    return {
+        name: by_parameter[p]
+        for name, p in names.items()
+        if p in by_parameter and (name in unreached or not unreached)
+    }
 
 
 def unreached_by_text(model: PreTrainedModel) -> Collection[str]:
@@ -207,6 +224,14 @@ def router_names(model: PreTrainedModel) -> set[str]:
             and any(counts.get(part) == module.out_features for part in _around(name))
         )
     }
+
+
+def in_full(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """``modules_to_save`` as PEFT has them: ``projector`` is the modules of that part, by their
+    full names, since PEFT takes ``proj`` for ``q_proj``, too."""
+    projector = frozenset(parts_of(model).get(PROJECTOR, ()))
+    modules = {PROJECTOR: list(modules_of(model, projector))} if projector else {}
+    return [module for name in names for module in modules.get(name, [name])]
 
 
 def parameters_inside(model: PreTrainedModel, called: str, key: str) -> list[nn.Parameter]:
@@ -325,13 +350,18 @@ class Targets:
         """The parameters that get an update, those of modules included."""
         return {*self.parameters, *(f"{name}.weight" for name in self.modules)}
 
-    def inside(self, model: nn.Module, parents: Collection[nn.Module]) -> Targets:
-        """Those in modules ``parents`` of ``model``. Raises ``RecipeError`` if there is none."""
+    def inside(self, model: PreTrainedModel, parents: Collection[nn.Module]) -> Targets:
+        """Those in modules ``parents`` of ``model``, and in other parts than the language model.
+        Raises ``RecipeError`` if none is in ``parents``."""
         starts = tuple(f"{name}." for name, module in model.named_modules() if module in parents)
-        remaining = [[n for n in names if n.startswith(starts)] for names in vars(self).values()]
-        if not any(remaining):
+        inside = {name for name in self.all_parameters if name.startswith(starts)}
+        if not inside:
             raise RecipeError(f"{LORA}: none of them is in method.lora.layers")
-        return Targets(*remaining)
+        inside |= names_in_parts(model).keys()
+        return Targets(
+            [name for name in self.modules if f"{name}.weight" in inside],
+            [name for name in self.parameters if name in inside],
+        )
 
 
 def choose_targets(
@@ -339,21 +369,43 @@ def choose_targets(
     targets: Collection[str],
     modules_to_save: Collection[str] = (),
     key: str = LORA,
+    parts: Collection[str] = (LANGUAGE,),
 ) -> Targets:
-    """The targets of ``model`` that ``key`` of the recipe names, except in modules that are trained
-    in full.
-    Raises ``RecipeError``: a name that is not in the model, or of what cannot be adapted."""
-    all_matrices = matrices(model)
+    """The targets that ``key`` of the recipe names in ``parts`` of ``model``, except in modules
+    that are trained in full. Raises ``RecipeError``: a name that is not there, or of what cannot be
+    adapted, or a part without a target: the user would take it for trained."""
+    setting = f"{key.removesuffix('targets')}parts"
+    if missing := sorted({*parts} - {LANGUAGE, *parts_of(model)}):
+        raise RecipeError(f"{setting}: {type(model).__name__} has no {missing[0]}; leave it out")
+    every, of_parts = matrices(model), names_in_parts(model)
+    within = [matrix for matrix in every if matrix.part in parts]
     chosen: dict[str, bool] = {}  # by parameter: whether PEFT must take it as a parameter
     for target in targets:
         if target == "all":
-            chosen |= {m.name: m.is_fused for m in all_matrices if not m.left_out}
-        else:
-            chosen |= _named(target, targets, model, all_matrices, key)
+            chosen |= {m.name: m.is_fused for m in within if not m.left_out}
+            continue
+        named = _named(target, targets, model, within, key)
+        named = named or _of_others(target, model, within, key)
+        inside = {n: fused for n, fused in named.items() if of_parts.get(n, LANGUAGE) in parts}
+        if not inside:
+            why = f"{UNREACHED}; it" if LANGUAGE in parts else "it"
+            raise RecipeError(
+                f"{key}: {target} cannot have an adapter in this model: {why} is of the "
+                f"{of_parts.get(min(named), LANGUAGE)}, which {setting} does not name"
+            )
+        chosen |= inside
     saved = [re.compile(rf"(^|.*\.){name}($|\..*)") for name in modules_to_save]  # as PEFT does
     chosen = {n: fused for n, fused in chosen.items() if not any(p.match(n) for p in saved)}
     if not chosen:
         raise RecipeError(f"{key}: nothing to adapt: no module in {', '.join(targets)} is left")
+    for part in sorted({*parts} - {of_parts.get(name, LANGUAGE) for name in chosen}):
+        leaves = _leaves(matrix for matrix in within if matrix.part == part)
+        has = f"whose linear layers are {', '.join(leaves)}" if leaves else "without linear layers"
+        in_full = f"{setting.removesuffix('parts')}modules_to_save trains it in full"
+        raise RecipeError(
+            f"{key}: nothing to adapt in the {part}, {has}; name others, or leave {part} out of "
+            f"{setting}{f' ({in_full})' if part == PROJECTOR else ''}"
+        )
     layers = {name.split(".")[-2] for name, fused in chosen.items() if not fused}
     converted = {layer for layer in layers if _is_converted(model, layer)}
     split = {n: fused or n.split(".")[-2] in converted for n, fused in chosen.items()}
@@ -390,44 +442,52 @@ def _named(
     target: str,
     targets: Collection[str],
     model: PreTrainedModel,
-    all_matrices: Sequence[Matrix],
+    within: Sequence[Matrix],
     key: str,
 ) -> dict[str, bool]:
     """The parameters called ``target`` -> whether PEFT must take them as parameters."""
     chosen = {}
-    called_so = [matrix for matrix in all_matrices if _matches(matrix.target, target)]
+    called_so = [matrix for matrix in within if _matches(matrix.target, target)]
     reached = [matrix for matrix in called_so if matrix.left_out != UNREACHED]
-    for matrix in reached or called_so:  # a tower for pictures may have layers of the same names
+    for matrix in reached or called_so:  # what reads sounds may have layers of the same names
         if not matrix.is_adaptable:
             is_router = matrix.left_out == ROUTER
             does = "it computes more than a product" if is_router else matrix.left_out
             raise RecipeError(f"{key}: {target} cannot have an adapter in this model: {does}")
         chosen[matrix.name] = matrix.is_fused
-    for fused, parts in names_of_parts(model, [m.name for m in all_matrices if m.is_fused]).items():
-        if target in parts:
-            if missing := sorted(parts - {*targets}):
+    for fused, leaves in names_of_parts(model, [m.name for m in within if m.is_fused]).items():
+        if target in leaves:
+            if missing := sorted(leaves - {*targets}):
                 raise RecipeError(
                     f"{key}: the experts' {target} is one matrix with {', '.join(missing)} in "
-                    f"memory; name {' and '.join(sorted(parts))}, or {fused}"
+                    f"memory; name {' and '.join(sorted(leaves))}, or {fused}"
                 )
-            chosen |= {m.name: True for m in all_matrices if _matches(m.name, fused)}
-    return chosen or _of_others(target, model, key)
+            chosen |= {m.name: True for m in within if _matches(m.name, fused)}
+    return chosen
 
 
-def _of_others(target: str, model: PreTrainedModel, key: str) -> dict[str, bool]:
-    """The same of layers that are not linear: embeddings, convolutions, routers with a matrix."""
+def _of_others(
+    target: str, model: PreTrainedModel, within: Iterable[Matrix], key: str
+) -> dict[str, bool]:
+    """The same of layers that are not linear (embeddings, convolutions, routers with a matrix), or
+    are not ``within`` the parts that are adapted."""
     same = {name: m for name, m in model.named_modules() if _matches(name, target)}
     weights = {name: getattr(module, "weight", None) for name, module in same.items()}
     chosen = {
-        f"{name}.weight": not isinstance(same[name], _OTHERS)
+        f"{name}.weight": not (is_linear(same[name]) or isinstance(same[name], _OTHERS))
         for name, weight in weights.items()
         if isinstance(weight, nn.Parameter) and weight.ndim > 1
     }
     if chosen:
         return chosen
     what = "is no linear layer" if same else "is not in the model"
-    expected = ", ".join(linear_names(model))
+    expected = ", ".join(_leaves(within))
     raise RecipeError(f"{key}: {target!r} {what}; expected all, or some of {expected}")
+
+
+def _leaves(of: Iterable[Matrix]) -> list[str]:
+    """The last parts of the names of those that have an adapter unless they are left out."""
+    return sorted({m.target.rpartition(".")[2] for m in of if m.is_adaptable and not m.left_out})
 
 
 def _matches(name: str, ending: str) -> bool:

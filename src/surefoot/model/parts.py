@@ -1,5 +1,6 @@
 """The parts of a model that reads pictures: the tower that encodes them, the projector that brings
-what it says to the width of the language model, and the language model with its head.
+what it says to the width of the language model, and the language model with its head. A tower for
+sounds beside it is of the same part.
 
 No model is named: transformers finds the encoder and the decoder of most. The projector is what
 is in neither. Some models have it inside of the tower (Qwen's ``visual.merger``): there it is
@@ -8,7 +9,7 @@ what follows the tower's layers and has linear maps, as LLaMA-Factory's table of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -27,7 +28,8 @@ def parts_of(model: PreTrainedModel) -> Mapping[str, list[nn.Parameter]]:
     language = {id(p) for p in decoder.parameters()}
     if (head := model.get_output_embeddings()) is not None:
         language |= {id(p) for p in head.parameters()}
-    inside = {id(p) for p in tower.parameters()}
+    towers = [tower, *sound_towers(model)]
+    inside = {id(p) for encoder in towers for p in encoder.parameters()}
     projector = {id(p) for p in model.parameters()} - language - inside
     if not projector:
         projector = {id(p) for module in _behind_layers(tower) for p in module.parameters()}
@@ -37,6 +39,22 @@ def parts_of(model: PreTrainedModel) -> Mapping[str, list[nn.Parameter]]:
         name = LANGUAGE if key in language else PROJECTOR if key in projector else TOWER
         parts[name].append(parameter)
     return parts
+
+
+def sound_towers(model: PreTrainedModel) -> list[nn.Module]:
+    """The tower for sounds, if there is one."""
+    encoder = model.get_encoder(modality="audio")
+    return [] if encoder in (model, model.base_model, model.get_decoder()) else [encoder]
+
+
+def modules_of(module: nn.Module, parameters: Set[nn.Parameter]) -> Iterator[str]:
+    """The names of the largest modules in ``module`` that have no others than ``parameters``."""
+    for name, child in module.named_children():
+        inside = list(child.parameters())
+        if inside and all(parameter in parameters for parameter in inside):
+            yield name
+        else:
+            yield from (f"{name}.{rest}" for rest in modules_of(child, parameters))
 
 
 def _behind_layers(tower: nn.Module) -> list[nn.Module]:

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from ..model.config import num_elements
 from ..model.lora_targets import (
     ROUTER,
-    UNREACHED,
     adapted,
     is_added,
     matrices,
@@ -20,10 +19,11 @@ from ..model.lora_targets import (
     router_names,
     unreached_by_text,
 )
+from ..model.parts import parts_of
 
-BY_PICTURES = "yes, by rows with more than text"
+BY_PICTURES = ", by rows with more than text"
 ADAPTER, FULL, IN_TURN = "yes, by an adapter", "yes", "yes, in turn"
-NEW_TOKENS = "rows of new tokens"
+NEW_TOKENS, NO_ADAPTER = "rows of new tokens", "its part has no adapter"
 _VECTORS = "norms, biases and other vectors"
 _NUMBERED = re.compile(r"^(?:.*?\.)?\d+\.")  # up to the number of a layer
 
@@ -35,6 +35,7 @@ class CoverageRow:
     modules: str
     share: float  # of all weights
     trained: str
+    part: str = ""  # of a model that reads pictures
 
 
 def coverage(
@@ -46,7 +47,10 @@ def coverage(
     layers = adapted(model) if model is not inner else {}
     updated = {name for name, layer in layers.items() if _has_trained(layer)}
     why, unreached = _reasons(inner, has_adapter=bool(layers)), unreached_by_text(inner)
-    sizes: dict[tuple[str, str], dict[str, int]] = {}
+    by_parameter = {p: part for part, inside in parts_of(inner).items() for p in inside}
+    parts = {plain_name(name): by_parameter.get(p, "") for name, p in inner.named_parameters()}
+    adapted_parts = {parts.get(name) for name in updated}
+    sizes: dict[tuple[str, str, str], dict[str, int]] = {}
     for wrapped, parameter in inner.named_parameters():
         if is_added(wrapped):
             continue
@@ -55,25 +59,28 @@ def coverage(
         # (`modules_to_save`), as a copy beside it.
         is_full = parameter.requires_grad or ".original_module." in wrapped
         full = IN_TURN if parameter in alternates else FULL
-        trained = ADAPTER if name in updated else full if is_full else f"no: {why[name]}"
+        reason = why[name] if not updated or parts[name] in adapted_parts else NO_ADAPTER
+        trained = ADAPTER if name in updated else full if is_full else f"no: {reason}"
         if ".token_adapter." in wrapped:
             trained = NEW_TOKENS
-        if name in unreached:
-            trained = BY_PICTURES if is_full else f"no: {UNREACHED}"
+        if name in unreached and trained.startswith("yes"):
+            trained += BY_PICTURES
         place, leaf = _place(name, parameter)
-        group = sizes.setdefault((place, trained), {})
+        group = sizes.setdefault((parts[name], place, trained), {})
         group[leaf] = group.get(leaf, 0) + num_elements(parameter)
     total = sum(sum(group.values()) for group in sizes.values())
     return [
-        CoverageRow(_label(place, list(group)), sum(group.values()) / total, trained)
-        for (place, trained), group in sizes.items()
+        CoverageRow(_label(place, list(group)), sum(group.values()) / total, trained, part)
+        for (part, place, trained), group in sizes.items()
     ]
 
 
 def table(rows: Sequence[CoverageRow]) -> str:
     """``rows`` as aligned text, a line each below a head."""
     lines = [("modules", "of all weights", "trained")]
-    lines += [(row.modules, f"{100 * row.share:.2f} %", row.trained) for row in rows]
+    for row in rows:
+        modules = f"{row.part}: {row.modules}" if row.part else row.modules
+        lines.append((modules, f"{100 * row.share:.2f} %", row.trained))
     first, second = (max(len(line[column]) for line in lines) for column in (0, 1))
     return "\n".join(f"  {a:<{first}}  {b:>{second}}  {c}" for a, b, c in lines)
 

@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from ..errors import ModelError
 from ..model.config import num_elements
 from ..model.lora_targets import HEAD, ROUTER, decoder_layers, is_added, matrices, plain_name
+from ..model.parts import parts_of
 from ..model.weights import AdapterWeights, FullWeights, names_in_files
 from ..optim.blocks import ParameterNames
 from ..optim.state_tensor import OTHER, ParameterKind, ParameterKinds
@@ -119,7 +120,11 @@ def kinds_of(inner: PreTrainedModel, named: Mapping[str, nn.Parameter]) -> Param
         plain = plain_name(name)
         if plain in matrix_names and not is_added(name) and _IN_LAYER.search(plain):
             kinds[id(parameter)] = _layout(plain, parameter, inner, modules)
-    return {name: kinds.get(id(parameter), OTHER) for name, parameter in named.items()}
+    parts = {id(p): part for part, inside in parts_of(inner).items() for p in inside}
+    return {
+        name: replace(kinds.get(id(p), OTHER), part=parts.get(id(p), ""))
+        for name, p in named.items()
+    }
 
 
 def _layout(

@@ -56,7 +56,7 @@ from ..model.outputs import logprob_head_of
 from ..model.packed_attention import follow_calls, switch_to_packed
 from ..model.pipeline_stages import parameters_of
 from ..model.section import ModelSection
-from ..optim.optimizer import Optimizer, check_learning_rates
+from ..optim.optimizer import Optimizer, check_learning_rates, with_parts
 from ..optim.state import check_shards, shapes_of_state
 from ..optim.state_tensor import check_kinds
 from ..parallel.section import ParallelSection
@@ -406,7 +406,8 @@ def refuse_early(
         module_plans(network.inner, parallel.tp)
     if parallel.pp > 1:
         parameters_of(network.inner, parallel.pp * parallel.num_parts)
-    check_learning_rates(optim.learning_rates, network.trainable)
+    names = with_parts(network.trainable, network.layouts)
+    check_learning_rates(optim.learning_rates, names)
     check_kinds(optim, network.layouts)
     check_optimizer_shards(network, optim, parallel)
     check_disk(output_dir, size_of_save(network, optim))

@@ -43,7 +43,9 @@ class Optimizer(ABC):
     learning_rates: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Factors of the learning rate for some parameters, by a part of their names:
     ``{embed_tokens: 0.1}``, ``{lora_B: 16}`` (LoRA+, arXiv:2402.12354), ``{layers.0: 0.5}``,
-    ``{'*norm': 2}``. A pattern matches one or more parts of a name between its dots."""
+    ``{'*norm': 2}``. A pattern matches one or more parts of a name between its dots. ``tower``,
+    ``projector`` and ``language`` are all parameters of that part of a model that reads pictures,
+    adapters included."""
     schedule: ScheduleName = "cosine"
     """Shape of the learning rate after warmup. ``wsd`` is warmup-stable-decay with a linear decay,
     ``wsd_cosine`` with a cosine. ``inverse_sqrt`` is 1 over the root of steps / warmup steps."""
@@ -97,7 +99,7 @@ class Optimizer(ABC):
         return parameter_groups(
             named,
             lambda name, num_dims: self.rate_of(layout_of(name, num_dims, layouts)),
-            self.learning_rates,
+            lambda name: factor_of(with_parts([name], layouts)[0], self.learning_rates),
             self.weight_decay,
         )
 
@@ -147,18 +149,18 @@ logger = logging.getLogger(__name__)
 def parameter_groups(
     named: Named,
     rate_of: Callable[[str, int], float],
-    factors: Mapping[str, float],
+    factor_of: Callable[[str], float],
     weight_decay: float,
 ) -> list[Group]:
     """Groups for a torch optimizer: parameters of one learning rate that all decay (matrices), or
     none of which does (biases, norms and other vectors). Each also has ``names``, parallel to
     ``params``, so that its state can be saved by name. ``rate_of`` returns the learning rate of a
-    parameter, by its name and its number of dimensions; ``factors`` are those of
+    parameter, by its name and its number of dimensions, ``factor_of`` that of
     ``learning_rates``."""
     groups: dict[object, Group] = {}
     for name, parameter in named:
         decay = weight_decay if parameter.ndim >= 2 else 0.0
-        rate = rate_of(name, parameter.ndim) * factor_of(name, factors)
+        rate = rate_of(name, parameter.ndim) * factor_of(name)
         empty: Group = {"params": [], "names": [], "lr": rate, "weight_decay": decay}
         group = groups.setdefault((rate, parameter.ndim >= 2), empty)
         group["params"].append(parameter)  # type: ignore[attr-defined]
@@ -171,6 +173,12 @@ def factor_of(name: str, learning_rates: Mapping[str, float]) -> float:
     """The factor of the learning rate of the parameter ``name``: that of the pattern that matches,
     otherwise 1."""
     return next((f for pattern, f in learning_rates.items() if matches(pattern, name)), 1.0)
+
+
+def with_parts(names: Iterable[str], layouts: ParameterKinds) -> list[str]:
+    """``names`` as patterns match them: of a model that reads pictures, below that of their part,
+    ``tower.model.visual.patch_embed.proj.weight``."""
+    return [f"{part}.{n}" if (part := layout_of(n, 0, layouts).part) else n for n in names]
 
 
 def matches(pattern: str, name: str) -> bool:

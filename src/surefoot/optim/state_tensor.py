@@ -134,6 +134,7 @@ class ParameterKind:
     is_transposed: bool = False  # outputs are its last dimension, not the one before
     num_groups: int = 1  # of its outputs, each of which has its share of every part, in order
     is_unknown: bool = False  # queries, keys and values are fused in it, in an unknown order
+    part: str = ""  # tower, projector or language, of a model that reads pictures
 
     def matrices(self, by_outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Views of its matrices, in groups of outputs: ``(experts,) groups, outputs, inputs``."""

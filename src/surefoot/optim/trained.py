@@ -20,7 +20,7 @@ from ..parallel.sharding import Cuts
 from ._rules.sharded import local, part_of, sharded_as
 from .bf16_weights import BucketedOptimizer, build_optimizer
 from .blocks import ENTRIES, EntryTurns, check_entries
-from .optimizer import Optimizer, check_learning_rates, log_learning_rates
+from .optimizer import Optimizer, check_learning_rates, log_learning_rates, with_parts
 from .state import NamedState, State, StateCuts, other_parameters, plain_cuts
 from .state_tensor import ParameterKinds
 
@@ -69,8 +69,9 @@ class TrainedParameters:
 
     def __post_init__(self) -> None:
         self.names = self.names or tuple(self.named)
-        check_learning_rates(self.optim.learning_rates, self.names)
-        log_learning_rates(self.optim.learning_rate, self.optim.learning_rates, self.names)
+        patterns, names = self.optim.learning_rates, with_parts(self.names, self.layouts)
+        check_learning_rates(patterns, names)
+        log_learning_rates(self.optim.learning_rate, patterns, names)
         if self.optim.offload_state and all(each.is_cpu for each in self.named.values()):
             logger.info("optim.offload_state: no effect, as the weights are in main memory too")
         shapes = {name: tuple(parameter.shape) for name, parameter in self.named.items()}

@@ -89,7 +89,8 @@ def merged(
 ) -> Merged:
     """``base`` with the LoRA or DoRA adapter in ``adapter_folder`` merged in, or with one that
     ``as_lora`` makes LoRA. ``updated`` are the modules that change other tensors than
-    ``<module>.weight``.
+    ``<module>.weight``, and the parameters of modules trained in full that have another name in
+    the base.
 
     A base with tied embeddings stores no ``lm_head.weight``. If the adapter has values of its own
     for the head, the result has that tensor, and its configuration must have
@@ -104,16 +105,17 @@ def merged(
         )
 
     adapter: TensorSource = FolderSource(open_weights(adapter_folder))
+    renamed = {name: next(iter(update.tensors)) for name, update in (updated or {}).items()}
     if as_lora is not None:
         stored = base.shapes()
-        weights = {module: next(iter(update.tensors)) for module, update in (updated or {}).items()}
-        weight_shapes = {module: stored[name] for module, name in weights.items() if name in stored}
+        weight_shapes = {module: stored[name] for module, name in renamed.items() if name in stored}
         try:
             adapter, config = as_lora(adapter, config, weight_shapes)
         except CheckpointError as error:
             raise CheckpointError(f"{adapter_folder}: {error}") from None
     _check_config(config, adapter_folder / ADAPTER_CONFIG)
     modules, replaced, rows = _sort(adapter, adapter_folder)
+    replaced = {renamed.get(name, name): key for name, key in replaced.items()}
     replaced = _without_tied(adapter, replaced, base.shapes())
     plain = {module: Updated({f"{module}.weight": None}) for module in modules}
     updates = {module: (updated or {}).get(module, usual) for module, usual in plain.items()}

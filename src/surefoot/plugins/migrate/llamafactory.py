@@ -6,7 +6,7 @@ All other trainers have transformers' training arguments, too, so these rules ho
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
@@ -78,10 +78,27 @@ def _pictures(arguments: GivenArguments) -> Settings:
     if arguments["use_badam"]:
         message = "its blocks have the tower, too, which is frozen there; remove it"
         raise RefusedError("use_badam", message)
-    if trained := [name for part, name in _FREEZES.items() if part not in frozen]:
-        message = "only finetuning_type: full trains it here; adapters are of the language model"
-        raise RefusedError(trained[0], message)
-    return settings
+    return settings | _adapted_parts(arguments, [part for part in _FREEZES if part not in frozen])
+
+
+def _adapted_parts(arguments: GivenArguments, trained: Sequence[str]) -> Settings:
+    """The parts that have adapters. There ``all`` is the names of all linear layers except those of
+    the projector (``find_all_linear_modules``), and each name is one in every part."""
+    kind = arguments["finetuning_type"]
+    if not trained:
+        return {}
+    if kind not in ("lora", "oft"):
+        message = "only finetuning_type: full, lora and oft train it here"
+        raise RefusedError(_FREEZES[trained[0]], message)
+    if "projector" in trained and "all" in arguments[f"{kind}_target"]:
+        message = (
+            f"{kind}_target: all does not adapt the projector of most models there, whatever it "
+            "says; write true, or name layers of the projector in place of all"
+        )
+        raise RefusedError(_FREEZES["projector"], message)
+    if arguments["adapter_name_or_path"] and not arguments["create_new_adapter"]:
+        return {}  # it is trained further on what it adapts
+    return {f"method.{kind}.parts": [*trained, "language"]}
 
 
 def _template(arguments: GivenArguments) -> Settings:

@@ -366,8 +366,9 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 def updated_tensors(model: PreTrainedModel, adapter: Path) -> dict[str, Updated]:
     """The tensors that each module of the adapter in the folder ``adapter`` changes, by the names
-    in the adapter's file; ``model``, on the meta device, is changed. Raises ``CheckpointError`` if
-    it is of another model, or its experts are not slices of the parameters in memory."""
+    in the adapter's file, and the parameters that have another name in the base; ``model``, on the
+    meta device, is changed. Raises ``CheckpointError`` if it is of another model, or its experts
+    are not slices of the parameters in memory."""
     names = names_in_files(model, FullWeights(model).state_dict())
     fused = {name: len(p) for name, p in model.named_parameters() if p.ndim == 3}  # experts
     try:
@@ -378,7 +379,8 @@ def updated_tensors(model: PreTrainedModel, adapter: Path) -> dict[str, Updated]
     except (ModelError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{adapter}: cannot be merged into its base: {error}") from None
     module_names = {id(m): name.removeprefix(PREFIX) for name, m in wrapped.named_modules()}
-    updated = {}
+    renamed = {here: name for here, name in names.items() if here != name and here not in fused}
+    updated = {here: Updated({name: None}) for here, name in renamed.items()}
     for parameter, layer in adapted(wrapped).items():
         if parameter not in fused:  # a tied one has no name of its own
             updated[module_names[id(layer)]] = Updated({names.get(parameter, parameter): None})
