@@ -71,8 +71,10 @@ def configure(handler: logging.Handler | None = None, *, verbose: bool = False) 
     """Send the package's log to ``handler`` (default: plain lines on standard error)."""
     handler = handler or _Stderr()
     handler.setFormatter(_Ranked("%(message)s"))
-    if os.environ.get("RANK", "0") != "0":
-        handler.addFilter(lambda record: record.levelno >= logging.WARNING)
+    # Asked for each line: a program may configure the log before it has joined the ranks of SLURM.
+    handler.addFilter(
+        lambda record: record.levelno >= logging.WARNING or os.environ.get("RANK", "0") == "0"
+    )
     root = logging.getLogger("surefoot")
     root.handlers[:] = [handler]
     root.setLevel(logging.DEBUG if verbose else logging.INFO)

@@ -98,6 +98,21 @@ def test_ranks_that_leave_steps_out_have_not_failed():
     assert launch(command(script), 2, max_restarts=2) == 3
 
 
+def test_ranks_that_have_stopped_by_themselves_have_not_failed(monkeypatch):
+    """One of them got a signal, a callback has requested a stop, or `surefoot stop` has."""
+    monkeypatch.setattr(launcher, "_GRACE", 0.0)
+    script = """
+    import os, sys, time
+    time.sleep(0.5 - 0.5 * int(os.environ["RANK"]))
+    sys.exit(130)
+    """
+    gang = _ProcessGroup(command(script), 2)
+    assert gang.run() == 130
+    assert [process.returncode for process in gang.processes] == [130, 130]
+    assert gang.was_stopped
+    assert launch(command(script), 2, max_restarts=2) == 130
+
+
 def test_of_two_failures_at_once_the_one_that_was_killed_is_told():
     """The other one may have ended before anybody looked: its connection was closed."""
     script = """

@@ -1,17 +1,21 @@
 """Who this process is, and what a recipe's axes make of so many processes."""
 
+import logging
 import os
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
+import commands
 import ranks
 from surefoot import log
 from surefoot.errors import LostPeerError, RunError
-from surefoot.parallel.section import ParallelSection, launched
-from surefoot.parallel.world import ALONE, World, connected, joined
+from surefoot.parallel.section import ParallelSection, launched, name_ranks
+from surefoot.parallel.world import ALONE, World, connected, gpu_of, joined
 
+logger = logging.getLogger("surefoot")
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a"}
 SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "MASTER_ADDR": "a"}
 
@@ -19,6 +23,55 @@ SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "MASTER
 @pytest.mark.parametrize("environment", [TORCHRUN, SLURM], ids=["torchrun", "slurm"])
 def test_launchers_say_who_a_process_is(environment):
     assert launched(environment) == (3, 8, 1)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "local"),
+    [
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_NODEID": "0"}, "4"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2,3(x2)", "SLURM_NODEID": "2"}, "3"),
+        ({"SLURM_NTASKS_PER_NODE": "4"}, "4"),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_ranks_of_slurm_get_the_names_of_torchrun(tasks, local):
+    environment = {**SLURM, **tasks}
+    name_ranks(environment)
+    expected = TORCHRUN | ({} if local is None else {"LOCAL_WORLD_SIZE": local})
+    assert {**environment, **expected} == environment
+    assert launched(environment) == (3, 8, 1)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        TORCHRUN,
+        {**SLURM, **TORCHRUN, "SLURM_PROCID": "0", "SLURM_STEP_TASKS_PER_NODE": "1"},  # by srun
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
+    ],
+)
+def test_others_keep_their_names(environment):
+    after = dict(environment)
+    name_ranks(after)
+    assert after == environment
+
+
+def test_under_slurm_one_rank_logs_and_evaluates(capsys):
+    slurm = {**SLURM, "MASTER_ADDR": "127.0.0.1"}
+    with mock.patch.dict(os.environ, slurm), mock.patch.object(logger, "handlers", []):
+        commands.ok("version")
+        assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("3", "8")
+        logger.info("every rank would say this")
+        logger.warning("this too")
+    assert capsys.readouterr().err == "[rank 3] warning: this too\n"
+
+
+def test_a_rank_has_the_gpu_of_its_number_or_the_one_that_it_sees():
+    assert [gpu_of(local, 4) for local in range(4)] == [0, 1, 2, 3]
+    assert [gpu_of(local, 1) for local in (0, 3)] == [0, 0]
+    with pytest.raises(RunError, match="rank 4 of this machine has no GPU: there are 4"):
+        gpu_of(4, 4)
 
 
 def test_a_batch_job_of_one_process_is_nobodys_rank():
@@ -125,6 +178,17 @@ def test_who_loses_another_process_says_that_and_no_more():
         AssertionError, match="LostPeerError: rank 0: lost the connection to another rank"
     ):
         ranks.run(2, work)
+
+
+def test_a_process_group_of_the_program_is_refused_with_what_to_do():
+    def work(world):
+        with pytest.raises(RunError) as refused, joined(ParallelSection()):
+            pass
+        return str(refused.value)
+
+    for message in ranks.run(2, work):
+        assert message.startswith("this program has a process group already, of 2 ranks over gloo")
+        assert "destroy_process_group() before the run, and set MASTER_PORT" in message
 
 
 def test_a_rank_that_waits_for_others_says_for_whom_and_what_to_do(monkeypatch, caplog):

@@ -196,6 +196,10 @@ def main(verbose: bool) -> None:
     surefoot train recipe.yaml
     surefoot train recipe.yaml optim.adamw.learning_rate=5e-5
     """
+    if "SLURM_PROCID" in os.environ:
+        from ..parallel.section import name_ranks
+
+        name_ranks()
     configure(verbose=verbose)
 
 

@@ -29,7 +29,8 @@ from .world import die_with_launcher
 logger = logging.getLogger(__name__)
 _PAUSE = 0.05  # seconds between two looks
 _GRACE = 5.0  # seconds for a process to end after another one has failed
-_ENDED = (0, SKIPPED_STEPS)
+_STOPPED = tuple(128 + number for number in STOP_SIGNALS)
+_ENDED = (0, SKIPPED_STEPS, *_STOPPED)  # exit codes of ranks that did what they were asked to
 _USER_ERROR = 2
 _MOST_LOWERED = 64  # halvings of batch sizes in one run, of training, forward passes and sampling
 _WHY = {
@@ -86,14 +87,14 @@ class _ProcessGroup:
     def __init__(self, command: Sequence[str], count: int) -> None:
         self.command, self.count = command, count
         self.processes: list[subprocess.Popen[bytes]] = []
-        self._ended = {*_ENDED}  # exit codes of ranks that did what they were asked to
-        self._is_started = False
+        self._is_started = self._is_signaled = False
         self._early: list[int] = []  # signals before all ranks were there
 
     @property
     def was_stopped(self) -> bool:
-        """Whether a signal has asked the ranks to stop."""
-        return len(self._ended) > len(_ENDED)
+        """Whether a signal was forwarded, or the ranks have agreed among themselves to stop: one
+        has got a signal, a callback's ``stop_signal`` or a ``surefoot stop``."""
+        return self._is_signaled or any(each.returncode in _STOPPED for each in self.processes)
 
     def run(self) -> int:
         """Start all and wait for them: 0, or the code of the first that failed, as a shell reports
@@ -142,7 +143,7 @@ class _ProcessGroup:
         """Wait for all ranks that were started, as ``run`` does."""
         while (failed := self._first_failure()) is None:
             codes = [process.poll() for process in self.processes]
-            if all(code in self._ended for code in codes):
+            if all(code in _ENDED for code in codes):
                 return max(code or 0 for code in codes)
             time.sleep(_PAUSE)
         rank, code = failed
@@ -154,7 +155,7 @@ class _ProcessGroup:
         """The rank that failed, and its exit code. Of several at once one that was killed by a
         signal: the others echo its end."""
         codes = [(process.poll() or 0, rank) for rank, process in enumerate(self.processes)]
-        failed = [(code, rank) for code, rank in codes if code not in self._ended]
+        failed = [(code, rank) for code, rank in codes if code not in _ENDED]
         if not failed:
             return None
         code, rank = min(failed)
@@ -164,7 +165,7 @@ class _ProcessGroup:
         if not self._is_started:
             self._early.append(number)
             return
-        self._ended.add(128 + number)  # of ranks that have saved; others may still upload
+        self._is_signaled = True
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(number)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -93,6 +94,24 @@ _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
 )
+
+
+_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # of SLURM: "8(x2),4" is 8 on two machines, 4 on one
+
+
+def name_ranks(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Give a rank that SLURM has started torchrun's names, by which the log, the commands and the
+    libraries know ranks."""
+    has_names = all(name in environment for name in _LAUNCHERS[0])  # srun may start torchrun
+    if has_names or (place := launched(environment)) is None:
+        return
+    environment.update(zip(_LAUNCHERS[0], map(str, place), strict=True))
+    tasks, node = environment.get("SLURM_STEP_TASKS_PER_NODE"), environment.get("SLURM_NODEID")
+    if tasks is not None and node is not None:
+        counts = [n for n, times in _TASKS.findall(tasks) for _ in range(int(times or 1))]
+        environment["LOCAL_WORLD_SIZE"] = counts[int(node)]
+    elif "SLURM_NTASKS_PER_NODE" in environment:
+        environment["LOCAL_WORLD_SIZE"] = environment["SLURM_NTASKS_PER_NODE"]
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int] | None:

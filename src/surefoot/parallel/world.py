@@ -19,11 +19,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ..errors import LostPeerError, RunError, SurefootError
+from ..errors import LostPeerError, RunError, SurefootError, counted
 from ..log import announced
 from ..storage.child import LAUNCHER
 from ..storage.memory import allocator_message, is_out_of_memory
-from .section import ParallelSection, launched
+from .section import ParallelSection, launched, name_ranks
 from .sharding import AXES
 
 _PLACE = re.compile(r"^\[[^]]*\.cc:\d+\] ")
@@ -204,8 +204,10 @@ def joined(section: ParallelSection) -> Iterator[World]:
     """Join the process group of this run, if a launcher has started one; otherwise a single rank.
     Raises ``RunError`` if the axes of the recipe do not give that many ranks, and ``LostPeerError``
     if another rank has died."""
+    name_ranks()
     from_launcher = launched()
     rank, size, local = from_launcher or (0, 1, 0)
+    _refuse_group(size)
     try:
         section.axes(size)
     except ValueError as error:
@@ -222,12 +224,36 @@ def joined(section: ParallelSection) -> Iterator[World]:
         yield world
 
 
+def gpu_of(local_rank: int, count: int) -> int:
+    """The index of a rank's GPU among the ``count`` that it sees. Some launchers show each rank its
+    own only: SLURM with --gpus-per-task, Ray, submitit. Raises ``RunError``."""
+    if count > 1 and local_rank >= count:  # of those that share one, NCCL finds and names two
+        raise RunError(
+            f"rank {local_rank} of this machine has no GPU: there are {count}; start at most one "
+            "rank for each GPU"
+        )
+    return local_rank if count > 1 else 0
+
+
+def _refuse_group(size: int) -> None:
+    """Raise ``RunError`` if this program has a process group, which could not serve: the one of
+    Ray, for example, is of one backend. To destroy it is for whoever has made it."""
+    present = dist.get_world_size() if dist.is_initialized() else 0
+    if present and max(present, size) > 1:
+        raise RunError(
+            f"this program has a process group already, of {counted(present, 'rank')} over "
+            f"{dist.get_backend()}; a run makes its own, over gloo between hosts and NCCL between "
+            "GPUs. Call torch.distributed.destroy_process_group() before the run, and set "
+            "MASTER_PORT to another port that is free on the machine of rank 0, on all ranks"
+        )
+
+
 @contextlib.contextmanager
 def connected(section: ParallelSection, rank: int, size: int, local: int = 0) -> Iterator[World]:
     """The process group of ``size`` ranks: NCCL between GPUs, gloo between hosts."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda":
-        torch.cuda.set_device(local)
+        torch.cuda.set_device(gpu_of(local, torch.cuda.device_count()))
     try:
         with explain_peer_loss(rank):
             with announced(_WAIT, *_waited_for(rank, size), section.timeout_minutes):

@@ -31,7 +31,7 @@ from ..training.trainer import Trainer
 
 @contextmanager
 def recorded(
-    folder: Path, recipe: Recipe, world: World, start: Path | None
+    folder: Path, recipe: Recipe, world: World, start: Path | None, command: str | None = None
 ) -> Iterator[LaunchRecord]:
     """Record the launch inside the block in ``folder``, which is locked: its begin, its end, an
     error; and report it to the trackers of the recipe. Nothing on other ranks. Raises
@@ -48,7 +48,8 @@ def recorded(
     record = LaunchRecord(files, [Heartbeat(files), *reports])
     try:
         resumed_from = start and start.name
-        files.begin(ranks=world.size, device=device().type, resumed_from=resumed_from, **machine())
+        facts = {"ranks": world.size, "device": device().type, "resumed_from": resumed_from}
+        files.begin(command, **facts, **machine())
         with record.before_uploads():
             yield record
     finally:  # errors may name what they were given

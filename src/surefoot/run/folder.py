@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .. import schema
@@ -24,20 +26,36 @@ from ..checkpoint.verification import (
     wait_for_orphans,
 )
 from ..data.order.micro_batches import fitting_micro_batch
-from ..errors import CheckpointError, RunError, SurefootError
+from ..errors import CheckpointError, RunError, SurefootError, explain
 from ..extensions import Extended
+from ..parallel.section import launched
 from ..parallel.world import ALONE, World
 from ..recipe.files import RUN_RECIPE
 from ..recipe.recipe import Recipe, changes, dump, load
-from ..storage.files import digest, is_folder, raising, size_of, write_aside, write_new
+from ..storage.child import LAUNCHER
+from ..storage.files import (
+    NO_LOCKS,
+    digest,
+    is_folder,
+    make_folder,
+    raising,
+    size_of,
+    try_writes,
+    write_aside,
+    write_new,
+)
 from ..storage.folder_lock import lock
 from ..storage.remote import Address, is_address
 from ..training.callback import TrainerCallback
+from ..training.callbacks.launches import is_alive, last_heartbeat, take_stop_request
 from ..training.section import TrainSection
 
 logger = logging.getLogger(__name__)
 SizeChoice = Callable[[Recipe, World], int]  # from a recipe and the ranks that train it
 _FROM_SCRATCH = "set checkpoint.resume=none, which renames these checkpoints"
+_HANDOVER = 1800.0  # seconds for the last save of the launch before, to a slow network disk
+_LAST_STEP = 10.0  # seconds; heartbeats then show whether a process of short steps still trains
+_LOOK = 1.0  # seconds between two looks at a heartbeat
 _SIGHT = 20.0  # seconds for a network disk to show a file to another machine
 # What may differ between two starts of one run: how long, what to report, keep and survive.
 LENGTH = ("train.num_epochs", "train.max_steps")
@@ -86,15 +104,73 @@ def opened(recipe: Recipe, world: World = ALONE) -> Iterator[RunFolder]:
     Raises ``RunError`` if it cannot be written, another process trains in it, it contains another
     run, or not all ranks see it, ``StoreError`` if ``output_dir`` is a URL that cannot be used."""
     folder = recipe.train.folder
+    if world.is_main:
+        _must_take_writes(folder, is_cache=isinstance(recipe.train.output_dir, Address))
     with _locked(folder) if world.is_main else nullcontext():
         _must_be_shared(folder, world)
         run = RunFolder(folder)
         if world.is_main:
+            take_stop_request(folder)  # of an earlier launch, which has ended without it
             wait_for_orphans(folder)
             run = RunFolder(folder, _look_away(folder, recipe))
             _refuse_another_run(run, recipe)
         world.wait()
         yield run
+
+
+def _must_take_writes(folder: Path, *, is_cache: bool) -> None:
+    """Refuse a bucket that is mounted as a folder through which only whole files can be streamed,
+    before the model is loaded. Appends to metrics and launches would be lost there without a word,
+    and the first save would fail."""
+    try:
+        make_folder(folder)
+        try_writes(folder)
+    except OSError as error:
+        if error.errno not in (errno.ESPIPE, *NO_LOCKS):
+            raise RunError(
+                f"train.output_dir: cannot write in {folder}: {explain(error)}"
+            ) from None
+        cure = "train.output_dir to the URL of the bucket (s3://..., gs://...), or to"
+        raise RunError(
+            f"train.output_dir: {folder} is on a file system that cannot overwrite, append to and "
+            f"rename files ({error.strerror}), such as a bucket that is mounted without a cache; "
+            f"set {'train.cache_dir to' if is_cache else cure} a folder on a disk"
+        ) from None
+
+
+@dataclass
+class _Predecessor:
+    """The process that has the lock of ``folder``, where a launcher has started this one: it may be
+    the launch before, which got a signal and still saves."""
+
+    folder: Path
+    began: float = field(default_factory=time.monotonic)
+    step: int | None = None  # once it has had the time to finish its step
+    is_announced: bool = False
+
+    def is_leaving(self) -> bool:
+        """Whether it may be leaving; waits a moment if so. It is not if it still takes steps, or
+        its process is dead, so that the lock is another one's."""
+        beat = last_heartbeat(self.folder)
+        seconds, step = time.monotonic() - self.began, beat.get("step")
+        # Surefoot's own launcher waits for all ranks before it starts them again.
+        is_restarted = launched() is not None and LAUNCHER not in os.environ
+        if not (is_restarted and isinstance(step, int)) or is_alive(beat) is False:
+            return False
+        if seconds > _HANDOVER:
+            return False
+        if self.step is None and seconds > _LAST_STEP:
+            self.step = step
+        if self.step is not None and step > self.step + 1:
+            return False
+        if not self.is_announced:
+            self.is_announced = True
+            logger.warning(
+                "process %s on %s has the lock of %s: waiting for up to %g minutes while it saves",
+                *(beat.get("pid"), beat.get("host"), self.folder, _HANDOVER / 60),
+            )
+        time.sleep(_LOOK)
+        return True
 
 
 @contextmanager
@@ -105,6 +181,7 @@ def _locked(folder: Path) -> Iterator[None]:
         doing=f"train.output_dir: cannot lock {folder}",
         taken=f"train.output_dir: another process is training in {folder}, or saves to it; "
         "stop it or choose another folder",
+        waits=_Predecessor(folder).is_leaving,
     )
     with folder_lock:
         if not folder_lock.is_real:

@@ -134,9 +134,11 @@ def run(
     trust_pickle: bool = False,
     parts: StageParts = AS_IN_THE_RECIPE,
     choose: SizeChoice = no_choice,
+    command: str | None = None,
 ) -> Outcome:
     """Start or resume a run; see ``train``. ``choose`` finds the number that
-    ``train.micro_batch_size: auto`` is."""
+    ``train.micro_batch_size: auto`` is. ``command`` stands in the record of the launch; by default
+    it is that of this process, which says nothing in a worker of a cluster."""
     with joined(recipe.parallel) as world:
         recipe, note = with_batch_sizes(recipe, world.num_data_ranks)
         if note is not None:
@@ -146,7 +148,11 @@ def run(
         with world.main_first():  # which may download
             recipe = resolved(recipe)
             recipe = settled(recipe, find_base(recipe, weights=False))
-        return _run(recipe, world, callbacks, trust_pickle, parts, choose)
+        outcome = _run(recipe, world, callbacks, trust_pickle, parts, choose, command)
+        # srun --kill-on-bad-exit and torchrun end all ranks when one exits with 143, as after a
+        # signal all do: rank 0 may still have to commit, or to upload.
+        world.wait()
+        return outcome
 
 
 def _run(
@@ -156,6 +162,7 @@ def _run(
     trust_pickle: bool,
     parts: StageParts,
     choose: SizeChoice,
+    command: str | None,
 ) -> Outcome:
     with opened(recipe, world) as folder:
         is_chosen = recipe.train.micro_batch_size == "auto"
@@ -166,7 +173,7 @@ def _run(
             start = resume_point(folder, recipe)
             mirror = folder.away.mirror() if folder.away else None
         start = world.from_main(start)
-        with recorded(folder.path, recipe, world, start) as launch:
+        with recorded(folder.path, recipe, world, start, command) as launch:
             uploads = uploads_of(recipe.train) if world.is_main else None
             trainer = build(
                 recipe,

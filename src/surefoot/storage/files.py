@@ -316,6 +316,27 @@ def write_aside(path: Path, data: bytes) -> None:
             os.unlink(aside)  # of that name nothing is left after the rename
 
 
+def try_writes(folder: Path) -> None:
+    """Overwrite the middle of a file in ``folder``, append to it and rename it, as a run does.
+    Raises ``OSError``, also if what was written is not there."""
+    path = folder / f".try.{secrets.token_hex(4)}"
+    renamed = path.with_suffix(".part")
+    try:
+        with create(path) as file:
+            file.write_at(0, b"abc")
+            file.write_at(1, b"B")
+        append_line(path, "d")
+        rename(path, renamed)
+        with open_file(renamed, follow=False) as file:
+            if (content := read_all(file, 64)) != b"aBcd\n":
+                why = f"{content!r} is read in place of what was written"
+                raise OSError(errno.ESPIPE, why, str(path))
+    finally:
+        for left in (path, renamed):
+            with contextlib.suppress(OSError):
+                os.unlink(left)
+
+
 def open_log(path: Path) -> IO[bytes]:
     """Open a file, not a link, to append what a process says; new if there is none."""
     return os.fdopen(os.open(path, _APPEND, 0o666), "ab")

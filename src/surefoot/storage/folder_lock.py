@@ -39,10 +39,17 @@ class FolderLock:
 
 
 def lock(
-    folder: Path, kind: type[SurefootError], *, doing: str, taken: str, name: str = NAME
+    folder: Path,
+    kind: type[SurefootError],
+    *,
+    doing: str,
+    taken: str,
+    name: str = NAME,
+    waits: Callable[[], bool] = lambda: False,
 ) -> FolderLock:
     """Create ``folder`` and lock it. The lock is not that of children, such as workers of a data
-    loader, which may outlive this process.
+    loader, which may outlive this process. If another process has it for longer than an instant,
+    ``waits`` decides, before each try, whether there is another one.
 
     Raises:
         kind: with ``taken`` if another one has it; else what fails, after ``doing``.
@@ -56,7 +63,7 @@ def lock(
                 is_real = file.lock()
                 break
             except BlockingIOError:
-                if time.monotonic() > deadline:
+                if time.monotonic() > deadline and not waits():
                     file.close()
                     raise kind(taken) from None
             time.sleep(0.02)

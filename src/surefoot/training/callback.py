@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from signal import Signals
 from typing import TYPE_CHECKING, Any
 
 from .section import TrainSection
@@ -163,13 +164,17 @@ class TrainerState:
 
 @dataclass
 class TrainerControl:
-    """Flags that callbacks set and the loop resets after acting."""
+    """Flags that callbacks set and the loop resets after acting. With several ranks, each acts on
+    the flags that any rank has set."""
 
     should_training_stop: bool = False
     should_epoch_stop: bool = False
     should_save: bool = False
     should_evaluate: bool = False
     should_log: bool = False
+    # Stop as at this signal: finish the step, save, and say by which signal. Handlers are the main
+    # thread's, and a notebook, a service or a worker of Ray may train in another one.
+    stop_signal: Signals | None = None
 
 
 Metrics = Mapping[str, float]

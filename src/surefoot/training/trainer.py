@@ -19,6 +19,7 @@ from ..checkpoint.loading import load
 from ..checkpoint.saving.saver import AsyncSaver
 from ..checkpoint.state.roles import MODEL, Stateful
 from ..checkpoint.state.states import RandomState
+from ..errors import STOP_SIGNALS
 from ..model.numerics import seed_everything
 from ..parallel.world import ALONE, World
 from ..storage.files import exists
@@ -117,10 +118,11 @@ class Trainer:
         return self._progress.agreed or self.stop.received
 
     def fit(self) -> TrainerState:
-        """Train until ``max_steps`` or a signal, which both end in a save, or a callback's stop.
+        """Train until ``max_steps``, a signal or ``control.stop_signal``, which all end in a save,
+        or until ``control.should_training_stop``.
         Raises ``RunError`` for NaN and infinity if ``on_nan`` is stop, ``CheckpointError`` if a
         save failed and ``on_save_error`` is stop."""
-        self.control.should_training_stop = False
+        self.control.should_training_stop, self.control.stop_signal = False, None
         self.policy.module.train()
         self.callbacks.emit("on_train_begin")
         with self.stop, self.feeder, self.saver:
@@ -374,14 +376,18 @@ class Trainer:
 
     def _agree(self) -> None:
         """Look for a signal, and make all ranks do the same: set the flags that any has set."""
+        signal = self.stop.received or self.control.stop_signal
+        if signal not in (None, *STOP_SIGNALS):  # 128 + SIGKILL, say, would be read as a kill
+            signals = ", ".join(each.name for each in STOP_SIGNALS)
+            raise ValueError(f"control.stop_signal: expected one of {signals}, got {signal!r}")
         if self.world.size == 1:
-            self._progress.agreed = self.stop.received
+            self._progress.agreed = None if signal is None else Signals(signal)
             return
-        names = [attribute.name for attribute in fields(self.control)]
+        names = [each.name for each in fields(self.control) if each.name != "stop_signal"]
         local_flags = [float(getattr(self.control, name)) for name in names]
         # Else one rank would save while another trains, and both would wait for each other in
         # collectives.
-        *flags, number = self.world.largest([*local_flags, float(self.stop.received or 0)])
+        *flags, number = self.world.largest([*local_flags, float(signal or 0)])
         for name, flag in zip(names, flags, strict=True):
             setattr(self.control, name, bool(flag))
         self._progress.agreed = Signals(int(number)) if number else None

@@ -1,4 +1,5 @@
-"""``surefoot board``, ``runs`` and ``watch``: runs in a browser, on the terminal and as JSON.
+"""``surefoot board``, ``runs``, ``watch`` and ``stop``: runs in a browser, on the terminal and as
+JSON.
 
 What the terminal shows of a run is the board's: its state with the evidence, figures and curves.
 """
@@ -27,9 +28,10 @@ from ...cli.table import JSON, cell, console, fitted, number, print_json
 from ...errors import RunError, SurefootError, counted
 from ...storage.remote import Address, default_cache, is_address
 from ...terminal_text import duration, one_line
+from ...training.callbacks.launches import request_stop
 from .board import Board, matches
 from .run_folders import find_runs, is_run
-from .run_state import Row, changed
+from .run_state import EVIDENCE, Row, changed, state_of
 
 ROOT = click.Path(path_type=Path, exists=True, file_okay=False, resolve_path=True)
 _MAX_OPEN = 512  # connections at a time; a page has up to six
@@ -41,6 +43,7 @@ _MAX_WATCHED = 8  # runs
 _POINTS = 2000  # of a curve
 _MAX_WIDTH = 60  # of a curve, in characters
 _WIDTH_WITH_SCALE = 90  # of a terminal that has room for the numbers of a scale
+_STOP_PAUSE = 0.5  # seconds between two looks whether a run has ended
 _AFTER_END = 2  # looks at runs that have ended, for what was just being written
 _BLOCKS, _PLAIN_BLOCKS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 
@@ -204,15 +207,58 @@ def watch(places: tuple[str, ...], *, metrics: tuple[str, ...], once: bool, ever
     screen.print(shown)
 
 
+@click.command()
+@click.argument("place", metavar="RUN")
+@click.option("--no-wait", is_flag=True, help="Do not wait until the run has ended.")
+def stop(place: str, *, no_wait: bool) -> None:
+    """Let RUN finish its step, save and end, as Ctrl-C does: it exits with 130.
+
+    RUN is the folder of a run that trains on this machine or on another one that sees the folder
+    too. The run looks for the request about once a second, between two steps. The next launch
+    resumes. If a launcher restarts whatever ends with an error, end its job there instead.
+    """
+    advice = "name the folder of a run"
+    if is_address(place):
+        advice += ", on the machine that trains it: stop it there"
+    folder = _folder(place, advice)
+    before = state_of(folder)
+    if before.evidence == "starting":
+        raise RunError(f"{place}: is not training yet; try again when it has begun")
+    if before.name not in ("running", "unknown"):
+        raise RunError(f"{place}: no process is training there; the run is {before.name}")
+    request_stop(folder)
+    click.echo(f"{place}: requested; the run ends after its step and a save", err=True)
+    after = before
+    while not no_wait and after.name in ("running", "unknown"):
+        time.sleep(_STOP_PAUSE)
+        after = state_of(folder)
+        is_same = after.launch == before.launch or None in (before.launch, after.launch)
+        if before.end is None and not is_same:
+            raise RunError(f"{place}: stopped, but a launcher has started it again; end its job")
+    if after.name in ("failed", "died", "ended"):
+        reason = (after.end or {}).get("error") or EVIDENCE[after.evidence]
+        raise RunError(f"{place}: the run has ended, and not by a stop: {reason}")
+    if not no_wait:
+        click.echo(
+            f"{place}: {after.name} at step {(after.end or {}).get('step')}, saved", err=True
+        )
+
+
+def _folder(place: str, advice: str) -> Path:
+    """A folder, or that of a run in an object store on this machine. Raises ``RunError``."""
+    path = default_cache() / Address(place).slug if is_address(place) else Path(place)
+    path = path.absolute()
+    if not path.is_dir():
+        raise RunError(f"{place}: no such folder; {advice}")
+    return path
+
+
 def _watched(places: Sequence[str]) -> list[Path]:
     """The runs that are in or below ``places``; of many, those that changed last. Raises
     ``RunError`` if there is none."""
     folders: list[Path] = []
     for place in places:
-        path = default_cache() / Address(place).slug if is_address(place) else Path(place)
-        path = path.absolute()
-        if not path.is_dir():
-            raise RunError(f"{place}: no such folder; name the folder of a run, or one above runs")
+        path = _folder(place, "name the folder of a run, or one above runs")
         below = [path] if is_run(path) else find_runs(path).folders
         if not below:
             raise RunError(f"{place}: there is no run in it")

@@ -3,6 +3,7 @@ started as a process of its own, and how another process follows what it writes,
 
 launches.jsonl    appended: one line when a launch begins, one for each log, one when it ends
 .heartbeat.json   replaced about every second: the step, and the process that takes it
+.stop             created by whoever wants the run to stop; removed by the launch that does so
 
 A launch that was killed has no end. Nothing here is needed for a resume. No torch, so that a reader
 starts at once.
@@ -22,14 +23,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ...errors import RunError
-from ...storage.files import File, append_line, open_inside, open_log, parse_json
+from ...storage.files import (
+    File,
+    append_line,
+    exists,
+    open_inside,
+    open_log,
+    parse_json,
+    raising,
+    read_inside,
+    write_aside,
+)
 from ...terminal_text import plain
 
 NAME = "launches.jsonl"
 HEARTBEAT = ".heartbeat.json"  # hidden: not uploaded with a run in an object store
-INTERVAL = 1.0  # seconds between heartbeats
+STOP = ".stop"
+INTERVAL = 1.0  # seconds between heartbeats, and between two looks for STOP
 MAX_LINE = 2000  # characters of an error or of a command
 
 
@@ -45,19 +58,20 @@ class LaunchFiles:
         """Another process was started that will begin the launch, or fail before it does."""
         self._append("start", host=socket.gethostname(), pid=pid, pid_started=started(pid))
 
-    def begin(self, **facts: object) -> None:
-        """The launch has the run's lock."""
-        command = " ".join(sys.argv)[:MAX_LINE]
+    def begin(self, command: str | None = None, **facts: object) -> None:
+        """The launch has the run's lock. ``command`` is what a person would type to repeat it."""
+        command = (command or " ".join(sys.argv))[:MAX_LINE]
         self._append("launch", **process(), command=command, cwd=str(Path.cwd()), **facts)
         self.beat(0, None, is_due=True)
 
     def beat(
         self, step: int, max_steps: int | None, *, is_due: bool = False, **facts: object
-    ) -> None:
-        """The launch is at ``step``; written if the last time is long enough ago."""
+    ) -> bool:
+        """The launch is at ``step``; written if the last time is long enough ago. Returns whether
+        it was."""
         now = time.time()
         if not is_due and 0 <= now - self._beat < INTERVAL:
-            return
+            return False
         self._beat = now
         heartbeat = {"time": now, "began": self.began, "step": step, "max_steps": max_steps}
         path = self.folder / HEARTBEAT
@@ -65,6 +79,7 @@ class LaunchFiles:
         with suppress(OSError):
             aside.write_text(json.dumps({**heartbeat, **process(), **facts}))
             aside.replace(path)
+        return True
 
     def log(self, **facts: object) -> None:
         """What a log has of this machine: memory, and time lost to saves."""
@@ -79,6 +94,32 @@ class LaunchFiles:
             append_line(
                 self.folder / NAME, json.dumps({"event": event, "time": time.time(), **facts})
             )
+
+
+def request_stop(folder: Path) -> None:
+    """Let the launch that trains in ``folder`` stop as at Ctrl-C, wherever it runs. Raises
+    ``RunError``."""
+    with raising(RunError, "the run is not stopped"):
+        write_aside(folder / STOP, b"")
+
+
+def take_stop_request(folder: Path) -> bool:
+    """Whether the launch is to stop; removes the request."""
+    with suppress(OSError):
+        if exists(folder / STOP):
+            with suppress(OSError):  # of a folder in which only others may delete
+                (folder / STOP).unlink()
+            return True
+    return False
+
+
+def last_heartbeat(folder: Path) -> dict[str, Any]:
+    """The heartbeat of the last launch; empty if there is none."""
+    try:
+        beat = parse_json(read_inside(folder, HEARTBEAT, 1 << 16))
+    except (OSError, ValueError):
+        return {}
+    return beat if isinstance(beat, dict) else {}
 
 
 def process() -> dict[str, object]:

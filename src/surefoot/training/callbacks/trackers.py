@@ -1,5 +1,5 @@
 """What other processes learn of a run while it trains: its heartbeat in a file, and the events that
-trackers and the webhook get.
+trackers and the webhook get; and their request that it stops.
 
 Those are processes (of ``_tracker_services``) that are started, get events, and are ended in time.
 The run never waits for one before its end.
@@ -12,12 +12,13 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from signal import SIGINT
 
 from ...errors import counted
 from ...storage.child import Child
 from ..callback import Context, Metrics, TrainerCallback, TrainerControl, TrainerState
 from ._progress import peak_memory
-from .launches import LaunchFiles
+from .launches import LaunchFiles, take_stop_request
 
 logger = logging.getLogger(__name__)
 FINISH = 30.0  # seconds at the end of a launch, for all trackers together
@@ -129,7 +130,8 @@ class Reports(TrainerCallback):
 
 @dataclass
 class Heartbeat(TrainerCallback):
-    """Writes the step about once a second, and a line beside every log."""
+    """Writes the step about once a second, and a line beside every log; looks as often whether
+    ``surefoot stop`` has requested a stop."""
 
     files: LaunchFiles
     blocking_seconds: Callable[[], float] = lambda: 0.0  # that the loop has waited for saves
@@ -139,17 +141,17 @@ class Heartbeat(TrainerCallback):
     def on_train_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
         """The first step is about to be taken."""
         self._first_step, self._since = state.global_step, time.time()
-        self._beat(state, is_due=True)
+        self._beat(state, control, is_due=True)
 
     def on_step_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
         """One more step."""
-        self._beat(state)
+        self._beat(state, control)
 
     def on_prediction_step(
         self, args: Context, state: TrainerState, control: TrainerControl
     ) -> None:
         """An evaluation is a sign of life, too."""
-        self._beat(state)
+        self._beat(state, control)
 
     def on_log(
         self, args: Context, state: TrainerState, control: TrainerControl, logs: Metrics
@@ -164,8 +166,12 @@ class Heartbeat(TrainerCallback):
 
     def on_train_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
         """The last step is taken."""
-        self._beat(state, is_due=True)
+        self._beat(state, control, is_due=True)
 
-    def _beat(self, state: TrainerState, *, is_due: bool = False) -> None:
+    def _beat(self, state: TrainerState, control: TrainerControl, *, is_due: bool = False) -> None:
         facts = {"first_step": self._first_step, "since": self._since}
-        self.files.beat(state.global_step, state.max_steps, is_due=is_due, **facts)
+        is_written = self.files.beat(state.global_step, state.max_steps, is_due=is_due, **facts)
+        # After the heartbeat: NFS looks up again whether a file exists once the folder has changed.
+        if is_written and take_stop_request(self.files.folder):
+            logger.warning("surefoot stop: finishing this step and saving")
+            control.stop_signal = SIGINT

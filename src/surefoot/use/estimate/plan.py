@@ -23,7 +23,7 @@ from ...errors import RecipeError
 from ...model.config import check_alone
 from ...model.numerics import PrecisionName
 from ...model.section import Recomputation
-from ...parallel.world import World
+from ...parallel.world import World, gpu_of
 from ...recipe.recipe import Recipe
 from ...recipe.recipe_data import with_batch_sizes
 from ...storage.memory import free_memory
@@ -425,6 +425,6 @@ def available(num_local_ranks: int = 1) -> int | None:
     """Bytes that a rank of this machine can allocate now; None if unknown."""
     if torch.cuda.is_available():
         local = int(os.environ.get("LOCAL_RANK", "0"))
-        return int(torch.cuda.mem_get_info(local)[0])
+        return int(torch.cuda.mem_get_info(gpu_of(local, torch.cuda.device_count()))[0])
     free = free_memory()
     return None if free is None else free // num_local_ranks
