@@ -1,6 +1,6 @@
 """What SLURM, Kubernetes and SkyPilot get: stored texts, and what is refused before.
 
-``python tests/plugins/launch/test_documents.py`` writes ``documents/``.
+``python tests/plugins/launch/test_documents.py`` writes ``documents/`` and ``examples/cluster/``.
 """
 
 import subprocess
@@ -15,6 +15,8 @@ from surefoot.errors import RunError
 from surefoot.plugins.launch.request import LaunchRequest, job_name, read_settings
 
 STORED = Path(__file__).parent / "documents"
+CLUSTER = Path(__file__).parents[3] / "examples" / "cluster"
+SHOWN = {"slurm-two": "slurm", "kubernetes-two": "kubernetes", "skypilot-one": "skypilot"}
 SUFFIX = {"slurm": "sbatch", "kubernetes": "yaml", "skypilot": "yaml"}
 IMAGE = {"image": "registry.example.com/surefoot:0.1.0", "claim": "surefoot"}
 ODD = {"setup": "module load cuda\nsource 'my env/bin/activate'", "comment": "it's mine"}
@@ -34,26 +36,29 @@ CASES = {
         "nodes": 2,
         "gpus": 8,
         "ranks_per_node": 8,
-        "settings": {**IMAGE, "namespace": "team", "memory": "200Gi"},
+        "settings": IMAGE,
     },
     "kubernetes-odd": {
         "recipe": Path("odd.json"),
         "overrides": ('train.run_name=yes: "no" # é',),
         "name": job_name("2024/Über Run"),
-        "settings": {**IMAGE, "image": "on", "grace_seconds": "600", "folder": "/my runs"},
+        "settings": {**IMAGE, "image": "on", "grace_seconds": "600", "folder": "/my runs"}
+        | {"namespace": "team", "memory": "200Gi"},
     },
     "skypilot-one": {
+        "overrides": ("train.output_dir=s3://bucket/first",),
         "output_dir": "s3://bucket/first",
         "gpus": 8,
         "ranks_per_node": 8,
-        "settings": {"accelerators": "H100", "infra": "aws"},
+        "settings": {"accelerators": "H100", "setup": "pip install -e .[s3]"},
     },
     "skypilot-two": {
         "output_dir": "/mnt/runs/first",
         "nodes": 2,
         "gpus": 8,
         "ranks_per_node": 8,
-        "settings": {"accelerators": "H100:8", "volume": "runs", "use_spot": "false"},
+        "settings": {"accelerators": "H100:8", "volume": "runs", "use_spot": "false"}
+        | {"infra": "aws"},
     },
     "skypilot-odd": {
         "recipe": Path("my recipe.yaml"),
@@ -64,7 +69,13 @@ CASES = {
     },
 }
 RECIPES = {
-    "recipe.yaml": "model: {path: model}\ntrain: {output_dir: runs/first}\n",
+    "recipe.yaml": """\
+model: {path: Qwen/Qwen3-0.6B}
+data: {dataset_dir: data, datasets: [orders]}
+method: {lora: {rank: 16}}
+stage: sft
+train: {output_dir: runs/first}
+""",
     "my recipe.yaml": "model: {path: Qwen/Qwen3-0.6B}\n",
     "odd.json": '  {"model": {"path": "é\\ta"},\n "data": "---"}\n\n',
 }
@@ -84,7 +95,9 @@ def document(name):
 
 
 def stored(name):
-    return STORED / f"{name}.{SUFFIX[name.partition('-')[0]]}"
+    engine = name.partition("-")[0]
+    folder, stem = (CLUSTER, SHOWN[name]) if name in SHOWN else (STORED, name)
+    return folder / f"{stem}.{SUFFIX[engine]}"
 
 
 @pytest.fixture

@@ -114,9 +114,11 @@ def train(recipe: Recipe, request: LaunchRequest) -> int:
     result = driver.fit(trainer)
     if result.get("error"):
         raise RunError(result["error"])
-    if driver.received and result["signal"]:
-        return 128 + driver.received
-    return 128 + result["signal"] if result["signal"] else SKIPPED_STEPS * bool(result["skipped"])
+    if not result["signal"]:
+        logger.info("trained: %d steps; the run is in %s", result["step"], folder)
+        return SKIPPED_STEPS if result["skipped"] else 0
+    logger.info("stopped at step %d, saved; run the same command to resume", result["step"])
+    return 128 + (driver.received or result["signal"])
 
 
 @dataclass
@@ -178,6 +180,7 @@ def train_rank(config: dict[str, Any]) -> dict[str, Any]:
     return {
         "signal": int(outcome.signal) if outcome.signal and is_cut_short else 0,
         "skipped": outcome.state.num_skipped,
+        "step": outcome.state.global_step,
     }
 
 
