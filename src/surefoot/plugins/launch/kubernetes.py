@@ -37,7 +37,7 @@ apiVersion: trainer.kubeflow.org/v1alpha1
 kind: TrainingRuntime
 metadata: {runtime_metadata}
 spec:
-  mlPolicy: {{numNodes: {nodes}, torch: {{numProcPerNode: {ranks}}}}}
+  mlPolicy: {{numNodes: {nodes}, torch: {{}}}}
   template:
     spec:
       failurePolicy: {{maxRestarts: {restarts}}}  # all pods together; the run resumes
