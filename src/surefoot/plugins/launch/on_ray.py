@@ -53,18 +53,21 @@ _PAUSE = 0.2  # seconds between two looks whether the workers have ended
 
 def document(request: LaunchRequest) -> str:
     """What Ray gets, as YAML."""
+    return emit({**_plan(request), "train": request.words})
+
+
+def _plan(request: LaunchRequest) -> dict[str, Any]:
     least, most = request.sizes[0], request.sizes[-1]
-    resources = {"CPU": request.number("cpus", 1, 1)} | ({"GPU": 1} if request.gpus else {})
-    return emit(
-        {
-            "address": request.setting("address", "auto"),
-            "num_workers": most if least == most else [least, most],
-            "resources_per_worker": resources,
-            "max_failures": request.number("max_failures", 3),
-            "storage_path": str(Path(request.setting("storage", _storage(request))).absolute()),
-            "train": request.words,
-        }
-    )
+    return {
+        "address": request.setting("address", "auto"),
+        "num_workers": most if least == most else [least, most],
+        "resources_per_worker": {
+            "CPU": request.number("cpus", 1, 1),
+            **({"GPU": 1} if request.gpus else {}),
+        },
+        "max_failures": request.number("max_failures", 3),
+        "storage_path": str(Path(request.settings.get("storage") or _storage(request)).absolute()),
+    }
 
 
 def _storage(request: LaunchRequest) -> str:
@@ -83,12 +86,13 @@ def train(recipe: Recipe, request: LaunchRequest) -> int:
     folder = recipe.train.folder.absolute()
     if isinstance(recipe.train.output_dir, Path):  # relative to the folder of the driver
         recipe = replace(recipe, train=replace(recipe.train, output_dir=folder))
-    address, sizes = request.setting("address", "auto"), request.sizes
+    plan = _plan(request)
+    workers = plan["num_workers"]
     try:
-        ray.init(address=address, logging_level=logging.WARNING)
+        ray.init(address=plan["address"], logging_level=logging.WARNING)
     except ConnectionError as error:
         raise RunError(
-            f"no Ray cluster at {address} ({first_line(error)}); start one with `ray start "
+            f"no Ray cluster at {plan['address']} ({first_line(error)}); start one with `ray start "
             "--head`, name one with --set address=HOST:PORT, or train on this machine with "
             "--set address=local"
         ) from error
@@ -97,17 +101,14 @@ def train(recipe: Recipe, request: LaunchRequest) -> int:
         train_loop_config={"recipe": dump(recipe)},
         torch_config=TorchConfig(backend="gloo"),  # destroyed at once, so the cheap one
         scaling_config=ScalingConfig(
-            num_workers=sizes[0] if len(sizes) == 1 else (sizes[0], sizes[-1]),
+            num_workers=tuple(workers) if isinstance(workers, list) else workers,
             use_gpu=request.gpus > 0,
-            resources_per_worker={
-                "CPU": request.number("cpus", 1, 1),
-                **({"GPU": 1} if request.gpus else {}),
-            },
+            resources_per_worker=plan["resources_per_worker"],
         ),
         run_config=RunConfig(
             name=request.name,
-            storage_path=str(Path(request.setting("storage", _storage(request))).absolute()),
-            failure_config=FailureConfig(max_failures=request.number("max_failures", 3)),
+            storage_path=plan["storage_path"],
+            failure_config=FailureConfig(max_failures=plan["max_failures"]),
         ),
     )
     driver = Driver(folder)

@@ -1,0 +1,124 @@
+"""A rank in a worker of Ray, and the driver, with modules that stand for Ray's."""
+
+import os
+import signal
+import sys
+import time
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from project import Project, checkpoints
+from surefoot.errors import LostPeerError, RunError
+from surefoot.recipe.recipe import dump, load
+from surefoot.training.callbacks.launches import STOP
+
+NAMES = ("ray", "ray.exceptions", "ray.train", "ray.train.collective", "ray.train.torch")
+
+
+@pytest.fixture
+def on_ray(monkeypatch):
+    """The module, with a cluster of one worker that has no notice."""
+    modules = {name: ModuleType(name) for name in NAMES}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    modules["ray"].train = modules["ray.train"]
+    modules["ray.exceptions"].RayError = OSError
+    for name in ("FailureConfig", "RunConfig", "ScalingConfig"):
+        setattr(modules["ray.train"], name, SimpleNamespace)
+    modules["ray.train"].TrainingFailedError = InterruptedError
+    modules["ray.train"].get_context = lambda: SimpleNamespace(get_world_rank=lambda: 0)
+    modules["ray.train"].get_preemption_info = lambda: None
+    modules["ray.train.collective"].broadcast_from_rank_zero = lambda value: value
+    modules["ray.train.torch"].TorchConfig = modules["ray.train.torch"].TorchTrainer = (
+        SimpleNamespace
+    )
+    monkeypatch.delitem(sys.modules, "surefoot.plugins.launch.on_ray", raising=False)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    yield import_module("surefoot.plugins.launch.on_ray")
+    sys.modules.pop("surefoot.plugins.launch.on_ray")
+
+
+@pytest.fixture
+def project(tmp_path):
+    return Project(tmp_path / "project", checkpoint={"save_steps": 1000})
+
+
+def config(project):
+    return {"recipe": dump(load(project.recipe))}
+
+
+def test_a_rank_trains_at_a_port_of_its_own_and_returns_what_the_driver_says(on_ray, project):
+    assert on_ray.train_rank(config(project)) == {"signal": 0, "skipped": 0, "step": 12}
+    assert os.environ["MASTER_PORT"] != "1"
+
+
+def test_an_error_of_the_user_is_returned_and_not_raised(on_ray, project):
+    project.sections["data"]["datasets"] = ["missing"]
+    project.write()
+    assert "dataset 'missing'" in on_ray.train_rank(config(project))["error"]
+
+
+def test_an_error_that_another_start_may_mend_is_raised(on_ray, project, monkeypatch):
+    def lose(*_, **__):
+        raise LostPeerError("rank 1 is gone")
+
+    monkeypatch.setattr(on_ray, "run", lose)
+    with pytest.raises(LostPeerError):
+        on_ray.train_rank(config(project))
+
+
+def test_a_notice_of_a_preemption_is_a_checkpoint_once(on_ray, project, monkeypatch):
+    monkeypatch.setattr(on_ray, "_LOOK", 0.0)
+    monkeypatch.setattr(on_ray, "get_preemption_info", lambda: "soon")
+    on_ray.train_rank(config(project))
+    first, last = checkpoints(project.run)
+    assert (first.name == "checkpoint-12", last.name) == (False, "checkpoint-12")
+
+
+def fitting(until, value):
+    """A trainer that ends when ``until()``, with what rank 0 returns."""
+
+    def fit():
+        deadline = time.monotonic() + 20
+        while not until():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return SimpleNamespace(return_value=value)
+
+    return SimpleNamespace(fit=fit)
+
+
+def test_a_signal_to_the_driver_is_a_request_in_the_folder_of_the_run(on_ray, tmp_path):
+    driver, before = on_ray.Driver(tmp_path), signal.getsignal(signal.SIGTERM)
+
+    def until():
+        if driver.received is None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)
+        return (tmp_path / STOP).exists()
+
+    assert driver.fit(fitting(until, {"step": 3})) == {"step": 3}
+    assert driver.received == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_run_that_ray_has_given_up_may_be_started_again(on_ray, tmp_path):
+    def fit():
+        raise InterruptedError("worker 1 died\nand a traceback")
+
+    with pytest.raises(LostPeerError, match=r"Ray has given up: worker 1 died$"):
+        on_ray.Driver(tmp_path).fit(SimpleNamespace(fit=fit))
+
+
+def test_a_run_in_a_store_needs_a_folder_that_all_nodes_see(on_ray, project):
+    from surefoot.plugins.launch.request import LaunchRequest
+
+    usual = {"recipe": project.recipe, "name": "first"}
+    with pytest.raises(RunError, match=r"train\.cache_dir: not set; all nodes must see"):
+        on_ray.document(LaunchRequest(**usual, output_dir="s3://bucket/run"))
+    shown = on_ray.document(LaunchRequest(**usual, output_dir="/run", min_nodes=1, nodes=2, gpus=1))
+    assert "num_workers: [1, 2]" in shown
+    assert "GPU: 1" in shown
+    assert "storage_path: /run/.ray" in shown
