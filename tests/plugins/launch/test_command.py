@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -159,3 +161,19 @@ def test_ray_that_is_not_installed_is_named(project, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "surefoot.plugins.launch.on_ray", raising=False)
     assert "pip install 'surefoot[ray]'" in refused("recipe.yaml", "--on", "ray", "--dry-run")
+
+
+def page_commands():
+    text = (Path(__file__).parents[3] / "docs/how-to/launch.md").read_text().replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line.startswith("surefoot launch ")]
+    return [re.split(r" [>|] ", line)[0] for line in lines]
+
+
+@pytest.mark.parametrize("line", page_commands())
+def test_a_command_of_the_page_is_accepted(project, on_ray, line):
+    """With Ray's modules replaced; SkyPilot's and Kubernetes' paths are relative to the project."""
+    project.sections["train"] |= {"output_dir": "runs/first", "global_batch_size": 32}
+    project.sections["train"]["micro_batch_size"] = 1
+    project.write()
+    words = shlex.split(line)[2:]
+    assert ok(*words, *(["--dry-run"] if "--dry-run" not in words else []))

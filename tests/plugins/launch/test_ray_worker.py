@@ -1,11 +1,10 @@
 """A rank in a worker of Ray, and the driver, with modules that stand for Ray's."""
 
+import json
 import os
 import signal
-import sys
 import time
-from importlib import import_module
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,31 +13,6 @@ from surefoot.errors import LostPeerError, RunError
 from surefoot.recipe.recipe import dump, load
 from surefoot.training.callbacks.launches import STOP
 
-NAMES = ("ray", "ray.exceptions", "ray.train", "ray.train.collective", "ray.train.torch")
-
-
-@pytest.fixture
-def on_ray(monkeypatch):
-    """The module, with a cluster of one worker that has no notice."""
-    modules = {name: ModuleType(name) for name in NAMES}
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    modules["ray"].train = modules["ray.train"]
-    modules["ray.exceptions"].RayError = OSError
-    for name in ("FailureConfig", "RunConfig", "ScalingConfig"):
-        setattr(modules["ray.train"], name, SimpleNamespace)
-    modules["ray.train"].TrainingFailedError = InterruptedError
-    modules["ray.train"].get_context = lambda: SimpleNamespace(get_world_rank=lambda: 0)
-    modules["ray.train"].get_preemption_info = lambda: None
-    modules["ray.train.collective"].broadcast_from_rank_zero = lambda value: value
-    modules["ray.train.torch"].TorchConfig = modules["ray.train.torch"].TorchTrainer = (
-        SimpleNamespace
-    )
-    monkeypatch.delitem(sys.modules, "surefoot.plugins.launch.on_ray", raising=False)
-    monkeypatch.setenv("MASTER_PORT", "1")
-    yield import_module("surefoot.plugins.launch.on_ray")
-    sys.modules.pop("surefoot.plugins.launch.on_ray")
-
 
 @pytest.fixture
 def project(tmp_path):
@@ -46,12 +20,14 @@ def project(tmp_path):
 
 
 def config(project):
-    return {"recipe": dump(load(project.recipe))}
+    return {"recipe": dump(load(project.recipe)), "command": "surefoot launch recipe.yaml"}
 
 
 def test_a_rank_trains_at_a_port_of_its_own_and_returns_what_the_driver_says(on_ray, project):
     assert on_ray.train_rank(config(project)) == {"signal": 0, "skipped": 0, "step": 12}
     assert os.environ["MASTER_PORT"] != "1"
+    first = (project.run / "launches.jsonl").read_text().splitlines()[0]
+    assert json.loads(first)["command"] == "surefoot launch recipe.yaml"
 
 
 def test_an_error_of_the_user_is_returned_and_not_raised(on_ray, project):

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +24,14 @@ from typing import Any
 import ray
 import torch.distributed as dist
 from ray.exceptions import RayError
-from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context, get_preemption_info
+from ray.train import (
+    FailureConfig,
+    RunConfig,
+    ScalingConfig,
+    TrainingFailedError,
+    get_context,
+    get_preemption_info,
+)
 from ray.train.collective import broadcast_from_rank_zero
 from ray.train.torch import TorchConfig, TorchTrainer
 
@@ -40,15 +48,15 @@ from ...recipe.recipe import Recipe, dump, load_text
 from ...recipe.yaml import emit
 from ...run.training_run import run
 from ...training.callback import Context, TrainerCallback, TrainerControl, TrainerState
-from ...training.callbacks.launches import request_stop
+from ...training.callbacks.launches import request_stop, shown
 from ...use.estimate.plan import choose_micro_batch_size
 from .request import LaunchRequest
 
 logger = logging.getLogger(__name__)
 SETTINGS = ("address", "max_failures", "storage", "cpus")
 SEES_FILES = True  # the disk of the driver
-_LOOK = 2.0  # seconds between two looks for the notice of a preemption
-_PAUSE = 0.2  # seconds between two looks whether the workers have ended
+_LOOK = 1.0  # seconds between two looks for the notice of a preemption
+_PAUSE = 0.5  # seconds between two looks whether the workers have ended
 
 
 def document(request: LaunchRequest) -> str:
@@ -98,7 +106,7 @@ def train(recipe: Recipe, request: LaunchRequest) -> int:
         ) from error
     trainer = TorchTrainer(
         train_rank,
-        train_loop_config={"recipe": dump(recipe)},
+        train_loop_config={"recipe": dump(recipe), "command": shown(sys.argv[1:])},
         torch_config=TorchConfig(backend="gloo"),  # destroyed at once, so the cheap one
         scaling_config=ScalingConfig(
             num_workers=tuple(workers) if isinstance(workers, list) else workers,
@@ -130,7 +138,7 @@ class Driver:
     received: signal.Signals | None = None
 
     def fit(self, trainer: TorchTrainer) -> dict[str, Any]:
-        """What rank 0 has returned. Raises ``RunError`` if the workers failed too often."""
+        """What rank 0 has returned. Raises ``LostPeerError`` if the workers failed too often."""
         before = {s: signal.signal(s, self._receive) for s in (signal.SIGINT, signal.SIGTERM)}
         # In another thread, Ray installs no handler of its own, which would kill the workers.
         pool = ThreadPoolExecutor(1)
@@ -138,8 +146,11 @@ class Driver:
             future: Future[Any] = pool.submit(trainer.fit)
             while not future.done():
                 time.sleep(_PAUSE)
+                # Until it ends: a launch that is just beginning removes the request as an old one.
+                if self.received is not None and self.folder.is_dir():
+                    request_stop(self.folder)
             return dict(future.result().return_value or {})
-        except ray.train.TrainingFailedError as error:
+        except TrainingFailedError as error:
             raise LostPeerError(f"Ray has given up: {first_line(error)}") from error
         finally:
             pool.shutdown(wait=False)
@@ -154,10 +165,11 @@ class Driver:
             "%s received: the ranks finish their step and save; send it again to exit immediately",
             self.received.name,
         )
-        try:
-            request_stop(self.folder)
-        except RunError as error:
-            logger.error("%s; `surefoot stop` does it where the folder is visible", error)
+        if not self.folder.is_dir():
+            logger.warning(
+                "waiting until this machine sees %s; `surefoot stop` works on any that does",
+                self.folder,
+            )
 
 
 def train_rank(config: dict[str, Any]) -> dict[str, Any]:
@@ -170,7 +182,12 @@ def train_rank(config: dict[str, Any]) -> dict[str, Any]:
     configure()
     try:
         recipe = load_text(config["recipe"], "recipe", Path.cwd())
-        outcome = run(recipe, callbacks=[SaveBeforePreemption()], choose=choose_micro_batch_size)
+        outcome = run(
+            recipe,
+            callbacks=[SaveBeforePreemption()],
+            choose=choose_micro_batch_size,
+            command=config["command"],
+        )
     except (LostPeerError, OutOfMemoryError):
         raise
     except SurefootError as error:
