@@ -151,3 +151,15 @@ def test_an_error_that_only_the_user_can_fix_is_not_tried_again(launch, whole):
     assert "error: " in log
     assert log.count("Started training worker group") == 1
     assert "Traceback" not in log
+
+
+def test_a_run_continues_on_the_node_that_is_left(launch, whole, monkeypatch):
+    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "15")
+    launch.start("--nodes", "1:2").reach(6)
+    launch.cluster.remove_node(launch.node, allow_graceful=False)
+    launch.wait()
+    starts = [event["ranks"] for event in launch.launches() if event["event"] == "launch"]
+    assert starts == [2, 1]
+    ours, theirs = losses(launch.run), losses(whole)
+    assert ours.keys() == theirs.keys()
+    assert max(abs(ours[step] - theirs[step]) for step in ours) < 1e-4  # of losses of 1 to 9

@@ -67,7 +67,7 @@ def fitting(until, value):
 
 
 def test_a_signal_to_the_driver_is_a_request_in_the_folder_of_the_run(on_ray, tmp_path):
-    driver, before = on_ray.Driver(tmp_path), signal.getsignal(signal.SIGTERM)
+    driver, before = on_ray.RayDriver(tmp_path), signal.getsignal(signal.SIGTERM)
 
     def until():
         if driver.received is None:
@@ -85,7 +85,7 @@ def test_a_run_that_ray_has_given_up_may_be_started_again(on_ray, tmp_path):
         raise InterruptedError("worker 1 died\nand a traceback")
 
     with pytest.raises(LostPeerError, match=r"Ray has given up: worker 1 died$"):
-        on_ray.Driver(tmp_path).fit(SimpleNamespace(fit=fit))
+        on_ray.RayDriver(tmp_path).fit(SimpleNamespace(fit=fit))
 
 
 def test_a_run_in_a_store_needs_a_folder_that_all_nodes_see(on_ray, project):

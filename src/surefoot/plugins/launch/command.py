@@ -107,7 +107,7 @@ def launch(
         check_files(loaded)
     click.echo(visible(f"{on}: {request}"), err=True)
     if request.nodes > 1 and engine.SEES_FILES:
-        click.echo(visible(f"all nodes must see {request.run_folder} on one disk"), err=True)
+        click.echo(visible(f"all nodes must see {loaded.train.folder} on one disk"), err=True)
     if dry_run:
         click.echo(document, nl=False)
         return

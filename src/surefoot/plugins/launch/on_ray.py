@@ -119,7 +119,7 @@ def train(recipe: Recipe, request: LaunchRequest) -> int:
             failure_config=FailureConfig(max_failures=plan["max_failures"]),
         ),
     )
-    driver = Driver(folder)
+    driver = RayDriver(folder)
     result = driver.fit(trainer)
     if result.get("error"):
         raise RunError(result["error"])
@@ -131,7 +131,7 @@ def train(recipe: Recipe, request: LaunchRequest) -> int:
 
 
 @dataclass
-class Driver:
+class RayDriver:
     """Waits for the workers; a signal requests that they save and stop."""
 
     folder: Path

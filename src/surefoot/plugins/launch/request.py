@@ -108,7 +108,7 @@ def check_ranks(recipe: Recipe, request: LaunchRequest) -> None:
     batches = dict[int, int]()
     num_processes = recipe.parallel.num_processes
     for size in request.sizes:
-        if num_processes not in (None, size):
+        if num_processes not in (None, size, request.ranks_per_node):
             raise RunError(
                 f"parallel.num_processes: {num_processes}, but {request}; leave it unset, or "
                 "change --nodes or --gpus"
