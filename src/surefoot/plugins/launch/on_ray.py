@@ -148,7 +148,8 @@ class RayDriver:
                 time.sleep(_PAUSE)
                 # Until it ends: a launch that is just beginning removes the request as an old one.
                 if self.received is not None and self.folder.is_dir():
-                    request_stop(self.folder)
+                    with suppress(RunError):  # a full disk, say: tried again
+                        request_stop(self.folder)
             return dict(future.result().return_value or {})
         except TrainingFailedError as error:
             raise LostPeerError(f"Ray has given up: {first_line(error)}") from error
