@@ -80,7 +80,7 @@ def test_a_program_that_is_not_there_is_named(project, monkeypatch):
         (["--nodes", 3], "train.global_batch_size (4) is not a multiple"),
         (["--gpus", 8], "ranks (2 x 8 = 16); set train.global_batch_size=16"),
         (["parallel.dp_shard=3"], "but there is 1 process; change --nodes or --gpus"),
-        (["parallel.num_processes=2", "--nodes", 2, "--gpus", 2], "leave it unset"),
+        (["parallel.num_processes=2", "--gpus", 4], "leave it unset"),
         (["model.path=missing"], "missing"),
         (["data.datasets=[missing]"], "dataset 'missing'"),
         (["--nodes", "1:2"], "--nodes: expected a whole number from 1, got '1:2'"),

@@ -41,7 +41,8 @@ def document(request: LaunchRequest) -> str:
     restarts = request.number("restarts", 3)
     resources["job_recovery"] = {"max_restarts_on_errors": restarts}
     extra = _EXTRAS.get(request.output_dir.partition("://")[0], "")
-    setup = request.setting("setup", f"pip install 'surefoot{extra}=={__version__}'")
+    package = shlex.quote(f"surefoot{extra}=={__version__}")
+    setup = request.setting("setup", f"pip install {package}")
     lines = [f"name: {json.dumps(request.name)}"]
     lines += [f"num_nodes: {request.nodes}"] if request.nodes > 1 else []
     lines += ["resources:", *(f"  {key}: {json.dumps(v)}" for key, v in resources.items())]
