@@ -77,6 +77,7 @@ def test_a_signal_to_the_driver_is_a_request_in_the_folder_of_the_run(on_ray, tm
 
     assert driver.fit(fitting(until, {"step": 3})) == {"step": 3}
     assert driver.received == signal.SIGTERM
+    assert not (tmp_path / STOP).exists()
     assert signal.getsignal(signal.SIGTERM) == before
 
 

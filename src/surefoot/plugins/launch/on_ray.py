@@ -48,7 +48,7 @@ from ...recipe.recipe import Recipe, dump, load_text
 from ...recipe.yaml import emit
 from ...run.training_run import run
 from ...training.callback import Context, TrainerCallback, TrainerControl, TrainerState
-from ...training.callbacks.launches import request_stop, shown
+from ...training.callbacks.launches import request_stop, shown, take_stop_request
 from ...use.estimate.plan import choose_micro_batch_size
 from .request import LaunchRequest
 
@@ -155,6 +155,8 @@ class RayDriver:
             raise LostPeerError(f"Ray has given up: {first_line(error)}") from error
         finally:
             pool.shutdown(wait=False)
+            if self.received is not None:
+                take_stop_request(self.folder)  # the last one, which came too late
             for number, handler in before.items():
                 signal.signal(number, handler)
 
