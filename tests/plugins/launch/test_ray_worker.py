@@ -43,6 +43,8 @@ def test_an_error_that_another_start_may_mend_is_raised(on_ray, project, monkeyp
     monkeypatch.setattr(on_ray, "run", lose)
     with pytest.raises(LostPeerError):
         on_ray.train_rank(config(project))
+    monkeypatch.setattr(on_ray, "get_context", lambda: SimpleNamespace(get_world_rank=lambda: 1))
+    assert on_ray.train_rank(config(project)) == {}, "rank 0 may have left with a user's error"
 
 
 def test_a_notice_of_a_preemption_is_a_checkpoint_once(on_ray, project, monkeypatch):

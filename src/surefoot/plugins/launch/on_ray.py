@@ -191,7 +191,11 @@ def train_rank(config: dict[str, Any]) -> dict[str, Any]:
             choose=choose_micro_batch_size,
             command=config["command"],
         )
-    except (LostPeerError, OutOfMemoryError):
+    except LostPeerError:
+        if get_context().get_world_rank():  # rank 0 may have left with an error of the user's:
+            return {}  # it decides, and Ray itself notices a worker that has died
+        raise
+    except OutOfMemoryError:
         raise
     except SurefootError as error:
         if get_context().get_world_rank():  # Ray returns the value of rank 0 alone
