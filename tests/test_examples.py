@@ -224,9 +224,10 @@ def test_torchrun_leaves_time_for_a_save_wherever_it_is_shown():
         words = line[line.index("torchrun") :].replace(",", " ").rstrip("]").split()[1:]
         given = get_args_parser().parse_args(words)
         assert given.shutdown_timeout == 240, line
-    pod = YAML(typ="safe").load((CLUSTER / "kubernetes.yaml").read_text())
-    template = pod["spec"]["pytorchReplicaSpecs"]["Master"]["template"]
-    assert template["spec"]["terminationGracePeriodSeconds"] > 240
+    _, runtime, _ = YAML(typ="safe").load_all((CLUSTER / "kubernetes.yaml").read_text())
+    (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    pod = node["template"]["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] > 240
 
 
 def test_the_batch_script_is_one_that_bash_reads():

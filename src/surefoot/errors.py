@@ -36,6 +36,7 @@ EXTRAS = {
     "mlflow": "mlflow",
     "modelscope_hub": "modelscope",
     "optuna": "sweep",
+    "ray": "ray",
     "s3fs": "s3",
     "swanlab": "swanlab",
     "tensorboard": "tensorboard",

@@ -32,6 +32,7 @@ BUNDLED = (
     "surefoot.plugins.serve.plugin:PLUGIN",
     "surefoot.plugins.trainers.plugin:PLUGIN",
     "surefoot.plugins.cloud.plugin:PLUGIN",
+    "surefoot.plugins.launch.plugin:PLUGIN",
 )
 T = TypeVar("T")
 Named = Mapping[str, str]  # what a list calls it -> "package.module:name"
