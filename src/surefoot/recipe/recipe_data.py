@@ -41,6 +41,7 @@ from ..model.section import ModelSection
 from ..model.tokenizer import TOKENIZER_CONFIG, load_tokenizer
 from ..network.draft import from_config
 from ..schema import Unset
+from ..stages import STAGES
 from ..training.section import TrainSection
 from .recipe import Recipe
 
@@ -101,7 +102,7 @@ def open_codec(recipe: Recipe, base: Path) -> Codec:
         raise TemplateError("\n".join([str(error), *more])) from error
     section = settled(recipe, base).data
     if not recipe.stage.reads_pictures:
-        return Codec(tokenizer, template, section, None, "only stage: sft and stage: dpo read them")
+        return Codec(tokenizer, template, section, None, why_text())
     if recipe.parallel.sequence_parallel:
         why = "ranks of parallel.sequence_parallel cannot share them"
         return Codec(tokenizer, template, section, None, why)
@@ -111,6 +112,12 @@ def open_codec(recipe: Recipe, base: Path) -> Codec:
     except ModelError as error:  # rows of text need no processor
         return Codec(tokenizer, template, section, None, str(error))
     return Codec(tokenizer, template, section, media)
+
+
+def why_text() -> str:
+    """Why a row with pictures stops a stage that reads text alone."""
+    *most, last = [name for name, stage in STAGES.own.items() if stage.reads_pictures]
+    return f"only stage: {', '.join(most)} and {last} read them"
 
 
 def media_of(

@@ -66,7 +66,8 @@ class BatchMedia:
             pairs = [split(item) if "lengths" in item else (item,) for item in features]
             features = [conversation for pair in pairs for conversation in pair]
         rows = [seen_in(item) for item in features]
-        given = [[seen for row in rows for seen in row]] if is_packed else rows
+        is_one_row = is_packed and not self.processor.depends_on_others
+        given = [[seen for row in rows for seen in row]] if is_one_row else rows
         media = self.inputs(batch.input_ids, given)
         if self.model.rope_index is None:
             return replace(batch, media=media)
@@ -141,9 +142,15 @@ class PromptPictures:
         """Equal for equal pictures."""
         return " ".join(f"{each.digest}:{each.width}x{each.height}" for each in self.pictures)
 
-    def inputs(self, ids: Sequence[int]) -> Mapping[str, torch.Tensor]:
-        """What the model gets beside ``ids``, which begin with the prompt."""
-        return self.media.inputs(torch.tensor([list(ids)]), [self.pictures])
+    def thumbnails(self) -> list[str]:
+        """Small copies, as data URLs."""
+        return [self.media.files.thumbnail(each) for each in self.pictures]
+
+    def inputs(
+        self, ids_BT: torch.Tensor, prompts: Sequence[PromptPictures]
+    ) -> Mapping[str, torch.Tensor]:
+        """What the model gets beside rows of ids, each of which is one of ``prompts``."""
+        return self.media.inputs(ids_BT, [each.pictures for each in prompts])
 
 
 def has_pictures(features: Sequence[Features]) -> bool:
