@@ -16,6 +16,7 @@ import pictures
 import ranks
 import spread
 from surefoot.batch import IGNORE_INDEX, SCORES
+from surefoot.data.media.batch_media import ModelInputs, check_inputs
 from surefoot.data.media.files import seen_in
 from surefoot.data.order.micro_batches import without_labels
 from surefoot.data.rows.formats import TRL, OpenAI
@@ -238,6 +239,42 @@ def test_noise_on_embeddings_is_that_of_each_document(kind, run):
     assert loss != spread.learn(run(), 1)[0][0]
 
 
+@pytest.mark.parametrize("kind", ["gemma3"], scope="module")
+def test_a_cap_that_the_model_does_not_apply_is_not_applied(kind, prepared):
+    """Gemma 3 with pictures has the cap of Gemma 2 in its configuration alone."""
+    made, codec, items = prepared
+    model = pictures.model(kind)
+    model.config.get_text_config().final_logit_softcapping = 0.1
+    collation = collation_of(made, codec)
+    expected = torch.cat([alone(model, collation, item) for item in items])
+    values = together(model, pictures.padded(collation).batch(items).located())
+    torch.testing.assert_close(values, expected)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_vl"], scope="module")
+def test_inputs_that_the_processor_gives_otherwise_are_refused_by_name(kind, prepared, monkeypatch):
+    processor = prepared[1].media.processor
+    kinds = {"gemma3": "token_type_ids", "qwen2_vl": "mm_token_type_ids"}[kind]
+    model = ModelInputs(frozenset({"pixel_values", kinds}))
+    check_inputs(processor, model)
+    monkeypatch.setattr(
+        type(processor.processor), "create_mm_token_type_ids", lambda _, ids: [[0] * len(ids[0])]
+    )
+    with pytest.raises(ModelError, match=f"Processor gives its model {kinds} of a row with"):
+        check_inputs(processor, model)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl"], scope="module")
+def test_positions_that_are_computed_otherwise_are_refused_by_name(kind, prepared):
+    def without_kinds(input_ids, image_grid_thw): ...
+    def by_sizes(input_ids, mm_token_type_ids, image_grid_thw, pixel_values): ...
+
+    processor = prepared[1].media.processor
+    for rope_index, what in ((without_kinds, "the grids"), (by_sizes, "pixel_values")):
+        with pytest.raises(ModelError, match=f"computes positions from {what}"):
+            check_inputs(processor, ModelInputs(frozenset(), rope_index))
+
+
 @pytest.mark.parametrize("kind", ["llava"])
 def test_a_processor_that_cannot_be_opened_stops_rows_with_pictures_alone(kind, run, tmp_path):
     unknown = json.dumps({"image_processor_type": "NoSuchImageProcessor"})
@@ -369,10 +406,11 @@ def test_marked_responses_to_pictures_are_compared_with_the_reference(kind, run,
     columns = {"messages": "messages", "images": "images", "kto_tag": "good"}
     info = {"rows": {"file_name": "rows.jsonl", "formatting": "openai", "columns": columns}}
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))
-    trainer = run(stage="kto", datasets=["rows"])
+    settings = {"stage": "kto", "datasets": ["rows"], "train": {"global_batch_size": 6}}
+    trainer = run(**settings)
     window = trainer.windows.next_turn().window
     assert any("pixel_values" in batch.media for batch in window)
-    assert spread.learn(run(stage="kto", datasets=["rows"]), 1)[0][0] == pytest.approx(0.5, rel=1e-5)
+    assert spread.learn(run(**settings), 1)[0][0] == pytest.approx(0.5, rel=1e-5)
     examples = [OpenAI(kto_tag="good").read(row) for row in rows]
     codec, stage = trainer.evaluation.context((0, 0)).codec, trainer.stage
     items = [item for found in stage.encode(examples, codec) for item in found]

@@ -8,6 +8,7 @@ that needs more: settings of its configuration, of its image processor, and of i
 import importlib
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -108,6 +109,7 @@ IMAGE_SETTINGS = {  # of image processors, by class
         "max_image_size": {"longest_edge": SIDE},
     },
 }
+GEMMA3 = {"config": {"mm_tokens_per_image": 4}, "processor": {"image_seq_length": 4}}
 IDEFICS = {"config": {"scale_factor": 2}, "processor": {"image_seq_len": 4}}
 PINPOINTS = {"image_grid_pinpoints": [[SIDE, 2 * SIDE], [2 * SIDE, SIDE]]}
 LLAVA = {
@@ -116,7 +118,6 @@ LLAVA = {
     "num_additional_image_tokens": 1,
 }
 LLAVA_NEXT = {"config": PINPOINTS, "processor": LLAVA}
-GOT = {"downsample_ratio": 0.5, "image_seq_length": 4}
 QWEN3_5 = {  # recurrent layers
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -126,8 +127,9 @@ QWEN3_5 = {  # recurrent layers
 }
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 MROPE = {"config": {"text_config": {"rope_parameters": ROPE}}}
+OMNI = {**MROPE["config"], "audio_config": {"encoder_attention_heads": 4}}
+HALF = {"config": {"text_config": {"rope_parameters": {**ROPE, "mrope_section": [1, 1, 0]}}}}
 PATCH_16 = {"image": {"patch_size": PATCH, "size": QWEN_SIZE}}
-TIMM = "its tower is one of timm, which is not installed"
 MORE = {
     "aria": {"config": {"text_config": {"moe_num_experts": 4, "moe_topk": 2}}},
     "aya_vision": {
@@ -136,22 +138,31 @@ MORE = {
     },
     "chameleon": {"processor": {"image_seq_length": 16}},
     "cohere_compass": MROPE,
-    "cosmos3_edge": PATCH_16,
+    "cosmos3_edge": PATCH_16 | MROPE,
     "cosmos3_omni": {"class": "Qwen3VLProcessor", **MROPE},
     "deepseek_vl": {"image": {"size": SQUARE}, "processor": {"num_image_tokens": 16}},
     "deepseek_vl_hybrid": {"image": {"size": SQUARE}, "processor": {"num_image_tokens": 16}},
     "ernie4_5_vl_moe": {"image": {"size": QWEN_SIZE}},
-    "florence2": {},
-    "gemma3": {"config": {"mm_tokens_per_image": 4}, "processor": {"image_seq_length": 4}},
-    "gemma4": {"of": "gemma4"},
+    "gemma3": GEMMA3,
+    "gemma3n": {
+        "config": {
+            "text_config": {
+                "intermediate_size": [48, 48],
+                "num_kv_shared_layers": 0,
+                "activation_sparsity_pattern": None,
+            },
+            "audio_config": None,
+        }
+    },
+    "gemma4": {"config": {"audio_config": None}},
     "glm46v": {"image": {"size": QWEN_SIZE}, **MROPE},
     "glm4v": {"image": {"size": QWEN_SIZE}, **MROPE},
-    "glm4v_moe": {"of": "glm4v", "image": {"size": QWEN_SIZE}, **MROPE},
+    "glm4v_moe": {"of": "glm4v", "image": {"size": QWEN_SIZE}, **HALF},
     "glm5_next": {"config": {"text_config": {"num_key_value_heads": 4}}},
     "glm_ocr": {"of": "glm46v", "class": "Glm46VProcessor", "image": {"size": QWEN_SIZE}, **MROPE},
     "glmga": {"of": "glm46v", "class": "Glm46VProcessor", "image": {"size": QWEN_SIZE}, **MROPE},
     "granite4_vision": LLAVA_NEXT,
-    "hunyuan_vl": PATCH_16,
+    "hunyuan_vl": {**PATCH_16, "config": {"text_config": {"head_dim": 8}}},
     "idefics3": IDEFICS,
     "smolvlm": IDEFICS,
     "internvl": {"processor": {"image_seq_length": 4}},
@@ -161,19 +172,24 @@ MORE = {
     "llava_next_video": LLAVA_NEXT,
     "llava_onevision": {"config": PINPOINTS, "processor": {"num_image_tokens": 16}},
     "mistral3": {"config": {"spatial_merge_size": 2}, "processor": {"patch_size": PATCH}},
-    "ovis2": {"image": {"size": SQUARE}, "processor": {"image_seq_length": 4}},
+    "ovis2": {"image": {"size": SQUARE}, "processor": {"image_seq_length": 22}},
     "paddleocr_vl": {"image": {"size": QWEN_SIZE}, **MROPE},
-    "paligemma": {"image": {"image_seq_length": 16}},
+    "paligemma": {"image": {"image_seq_length": 16}, "bos": "<|endoftext|>"},
     "qianfan_ocr": {"processor": {"image_seq_length": 4}},
-    "qwen2_5_omni_thinker": {"of": "qwen2_5_omni", "class": "Qwen2_5OmniProcessor", **MROPE},
+    "qwen2_5_omni_thinker": {"of": "qwen2_5_omni", "class": "Qwen2_5OmniProcessor", "config": OMNI},
     "qwen2_5_vl": MROPE,
     "qwen2_vl": MROPE,
     "qwen3_5": {"config": {"text_config": QWEN3_5}},
     "qwen3_5_moe": {"config": {"text_config": QWEN3_5}},
     "qwen4_exp": {"config": {"text_config": QWEN3_5}},
-    "qwen3_omni_moe_thinker": {"of": "qwen3_omni_moe", "class": "Qwen3OmniMoeProcessor", **MROPE},
+    "qwen3_omni_moe_thinker": {
+        "of": "qwen3_omni_moe",
+        "class": "Qwen3OmniMoeProcessor",
+        "config": OMNI,
+    },
     "qwen3_vl_moe": {"of": "qwen3_vl"},
     "vipllava": {
+        "of": "vipllava",
         "config": {"vision_feature_layers": [-2, -1]},
         "processor": LLAVA,
     },
@@ -181,12 +197,14 @@ MORE = {
 
 
 def shrunk(values, tokens):
-    """A configuration as plain data with the sizes of ``TINY``, and tokens of a small vocabulary."""
+    """A configuration as plain data with the sizes of ``TINY`` and the vocabulary of ``tokens``."""
     made = {}
     for name, value in values.items():
         if name in EVERY_LAYER or name in ("id2label", "label2id"):
             continue
-        if isinstance(value, dict) and name != "rope_parameters":
+        if not isinstance(name, str):
+            made[name] = value
+        elif isinstance(value, dict) and name != "rope_parameters":
             made[name] = shrunk(value, tokens)
         elif name == "vocab_size" and isinstance(value, int):
             made[name] = len(tokens)
@@ -233,15 +251,20 @@ def tokenizer_for(kind):
     source = Path(importlib.import_module(processor_class(kind).__module__).__file__).read_text()
     words = re.findall(r'"(<[^"\s<>]+>|\|[A-Z]+\||<\|[^"\s|]+\|>)"', source)
     rows = [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)]
-    extra = dict.fromkeys([*NAMED.values(), *words, *rows, "TILE", "TILE_GLOBAL"])
+    attributes = re.findall(r"tokenizer\.(\w+_token)\b", source)
+    named = {n: f"<{n}>" for n in attributes if n not in ("bos_token", "eos_token", "pad_token")}
+    named |= NAMED
+    extra = dict.fromkeys([*named.values(), *words, *rows, "TILE", "TILE_GLOBAL"])
     made = folders.tokenizer("", tuple(extra))
-    made._set_model_specific_special_tokens(NAMED)
+    made._set_model_specific_special_tokens(named)
+    if (bos := MORE.get(kind, {}).get("bos")) is not None:
+        made.bos_token = bos
     return made
 
 
-def token_ids(config, processor, tokens):
-    """The ids of ``config`` that name tokens, as ``processor`` has them."""
-    made, free = {}, iter(range(40, 200))
+def token_ids(config, media, tokens):
+    """The ids of ``config`` that name tokens, as the processor has them."""
+    processor, made, free = media.processor, {}, iter(range(40, 200))
     for name, value in config.items():
         if not re.search("token_(id|index)$", name) or not isinstance(value, int):
             continue
@@ -250,7 +273,8 @@ def token_ids(config, processor, tokens):
         plain = name.replace("_index", "_id")
         found = getattr(processor, plain, None)
         if plain == "image_token_id":
-            found = sorted(processor.image_token_ids)[-1]
+            ids = tokens(media.texts_of([(64, 64)])[0], add_special_tokens=False)["input_ids"]
+            found = Counter(i for i in ids if i in tokens.added_tokens_decoder).most_common(1)[0][0]
         made[name] = found if isinstance(found, int) else next(free)
     return made
 
@@ -279,7 +303,7 @@ def save(folder, kind):
     tokens.chat_template = TEMPLATE % media.processor.image_token
     tokens.save_pretrained(folder)
     try:
-        values |= token_ids(values, media.processor, tokens)
+        values |= token_ids(values, media, tokens)
         torch.manual_seed(0)
         config = CONFIG_MAPPING[kind].from_dict(values)
         model = AutoModelForImageTextToText.from_config(config).float().eval()

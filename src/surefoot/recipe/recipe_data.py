@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from ..data.media.batch_media import BatchMedia, ModelInputs
+from ..data.media.batch_media import BatchMedia, ModelInputs, check_inputs
 from ..data.media.files import MediaFiles
 from ..data.media.processor import open_processor
 from ..data.order.micro_batches import fitting_micro_batch
@@ -136,10 +136,16 @@ def media_of(
     with torch.device("meta"):  # its code is asked, and none of its values
         model = from_config(base, section)
     names = frozenset(inspect.signature(model.forward).parameters)
-    rope_index = getattr(getattr(model, "model", None), "get_rope_index", None)
+    found = (getattr(part, "get_rope_index", None) for part in (model, *model.children()))
+    rope_index = next((each for each in found if each is not None), None)
+    inputs = ModelInputs(names, rope_index)
+    try:
+        check_inputs(processor, inputs)
+    except ModelError as error:
+        raise ModelError(f"{base}: {error}") from None
     folder = data.media.folder or data.dataset_dir
     files = MediaFiles(data.media, folder, None if cache is None else cache / "media")
-    return BatchMedia(processor, files, ModelInputs(names, rope_index))
+    return BatchMedia(processor, files, inputs)
 
 
 def settled(recipe: Recipe, base: Path) -> Recipe:

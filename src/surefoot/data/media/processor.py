@@ -152,6 +152,27 @@ class MediaProcessor:
             if isinstance(value, torch.Tensor) and name not in unused
         }
 
+    @cached_property
+    def blank(self) -> Image:
+        """A picture of a size that every processor takes."""
+        import PIL.Image
+
+        return PIL.Image.new("RGB", (_PLAIN, _PLAIN))
+
+    def example(self) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        """The ids [1, T] of a short row about ``blank``, and all else that the processor itself
+        gives the model of it. Raises ``ModelError``: it fails."""
+        try:
+            texts, images = [f"a{self.processor.image_token}b"], [[self.blank]]
+            own = self.processor(text=texts, images=images, return_tensors="pt")
+        except Exception as error:  # of any kind: code of one model
+            raise ModelError(
+                f"{type(self.processor).__name__} fails for a row with a picture: "
+                f"{first_line(error)}"
+            ) from None
+        others = {name: own[name] for name in own if name not in ("input_ids", "attention_mask")}
+        return own["input_ids"], others
+
     def expand(self, text: str, pictures: Sequence[Seen], *, is_whole: bool) -> Expanded:
         """Rendered ``text`` with the text of each picture at its placeholder. ``is_whole``: it has
         all of ``pictures``, rather than the first of them. Raises ``DataError``: the chat template
