@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
@@ -109,6 +109,11 @@ IMAGE_SETTINGS = {  # of image processors, by class
         "max_image_size": {"longest_edge": SIDE},
     },
 }
+GEMMA4_TOWER = {
+    **{name: TINY[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")},
+    **{"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "patch_size": PATCH},
+    **{"model_type": "gemma4_vision", "pooling_kernel_size": 2, "position_embedding_size": 256},
+}
 GEMMA3 = {"config": {"mm_tokens_per_image": 4}, "processor": {"image_seq_length": 4}}
 IDEFICS = {"config": {"scale_factor": 2}, "processor": {"image_seq_len": 4}}
 PINPOINTS = {"image_grid_pinpoints": [[SIDE, 2 * SIDE], [2 * SIDE, SIDE]]}
@@ -154,7 +159,10 @@ MORE = {
             "audio_config": None,
         }
     },
-    "gemma4": {"config": {"audio_config": None}},
+    "gemma4": {
+        "config": {"audio_config": None, "vision_config": GEMMA4_TOWER},
+        "image": {"patch_size": PATCH, "pooling_kernel_size": 2, "max_soft_tokens": 70},
+    },
     "glm46v": {"image": {"size": QWEN_SIZE}, **MROPE},
     "glm4v": {"image": {"size": QWEN_SIZE}, **MROPE},
     "glm4v_moe": {"of": "glm4v", "image": {"size": QWEN_SIZE}, **HALF},
@@ -162,10 +170,11 @@ MORE = {
     "glm_ocr": {"of": "glm46v", "class": "Glm46VProcessor", "image": {"size": QWEN_SIZE}, **MROPE},
     "glmga": {"of": "glm46v", "class": "Glm46VProcessor", "image": {"size": QWEN_SIZE}, **MROPE},
     "granite4_vision": LLAVA_NEXT,
-    "hunyuan_vl": {**PATCH_16, "config": {"text_config": {"head_dim": 8}}},
+    "hunyuan_vl": {**PATCH_16, "picture": "<image_start>%s<image_end>", "config": {"text_config": {"head_dim": 8, "rope_parameters": ROPE}}},
     "idefics3": IDEFICS,
     "smolvlm": IDEFICS,
     "internvl": {"processor": {"image_seq_length": 4}},
+    "mllama": {"bos": "<|endoftext|>"},
     "lighton_ocr": {"config": {"spatial_merge_size": 2}, "processor": {"patch_size": PATCH}},
     "llava": {"processor": LLAVA},
     "llava_next": LLAVA_NEXT,
@@ -179,9 +188,9 @@ MORE = {
     "qwen2_5_omni_thinker": {"of": "qwen2_5_omni", "class": "Qwen2_5OmniProcessor", "config": OMNI},
     "qwen2_5_vl": MROPE,
     "qwen2_vl": MROPE,
-    "qwen3_5": {"config": {"text_config": QWEN3_5}},
-    "qwen3_5_moe": {"config": {"text_config": QWEN3_5}},
-    "qwen4_exp": {"config": {"text_config": QWEN3_5}},
+    "qwen3_5": {"has_own_tokenizer": True, "config": {"text_config": QWEN3_5}},
+    "qwen3_5_moe": {"has_own_tokenizer": True, "config": {"text_config": QWEN3_5}},
+    "qwen4_exp": {"has_own_tokenizer": True, "config": {"text_config": QWEN3_5}},
     "qwen3_omni_moe_thinker": {
         "of": "qwen3_omni_moe",
         "class": "Qwen3OmniMoeProcessor",
@@ -206,7 +215,7 @@ def shrunk(values, tokens):
             made[name] = value
         elif isinstance(value, dict) and name != "rope_parameters":
             made[name] = shrunk(value, tokens)
-        elif name == "vocab_size" and isinstance(value, int):
+        elif name.startswith("vocab_size") and isinstance(value, int):
             made[name] = len(tokens)
         elif name in TINY and isinstance(value, int) and not isinstance(value, bool):
             made[name] = TINY[name]
@@ -300,8 +309,10 @@ def save(folder, kind):
     media = open_processor(folder, tokens)
     if media is None:
         raise ModelError("its processor is none of pictures")
-    tokens.chat_template = TEMPLATE % media.processor.image_token
+    tokens.chat_template = TEMPLATE % (more.get("picture", "%s") % media.processor.image_token)
     tokens.save_pretrained(folder)
+    if more.get("has_own_tokenizer"):  # of a class that transformers chooses by the type
+        AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
     try:
         values |= token_ids(values, media, tokens)
         torch.manual_seed(0)

@@ -97,10 +97,13 @@ _ORIGINAL = "original_max_position_embeddings"
 
 def auto_class(config: PretrainedConfig) -> Any:
     """The class of transformers that opens models of ``config``: the one for causal language
-    models, or where they have none, the one for models that read pictures, too."""
+    models, or where they have none, or only one for a part of it (Qwen3.5), the one for models that
+    read pictures, too."""
     classes = (AutoModelForCausalLM, AutoModelForImageTextToText)
-    known = (each for each in classes if type(config) in each._model_mapping)
-    return next(known, AutoModelForCausalLM)  # which says what it does not know
+    known = [each for each in classes if type(config) in each._model_mapping]
+    whole = (e for e in known if e._model_mapping[type(config)].config_class is type(config))
+    # the last says what it does not know
+    return next(whole, known[0] if known else AutoModelForCausalLM)
 
 
 class UnreadableConfigError(ModelError):

@@ -127,8 +127,8 @@ class BatchMedia:
         grids: torch.Tensor | None,
         kinds: torch.Tensor,
     ) -> torch.Tensor:
-        """[1 + A, B, T] the positions of each document, computed as if it were alone, behind those
-        that tell documents apart."""
+        """[A, B, T] the positions of each document, computed as if it were alone; in a packed row
+        [1 + A, B, T], behind those that tell documents apart."""
         assert self.model.rope_index is not None
         is_packed, width = batch.cu_seqlens is not None, batch.input_ids.shape[1]
         documents, start, first = [], 0, 0
@@ -157,6 +157,8 @@ class BatchMedia:
             documents.append(positions)
             start, first = start + length, first + len(row)
         axes = torch.cat(documents, dim=-1 if is_packed else 1)
+        if not is_packed:  # HunYuan takes no other axes than its own
+            return axes
         return torch.cat([batch.position_ids[None].to(axes), axes])
 
 

@@ -163,7 +163,8 @@ class MediaProcessor:
         """The ids [1, T] of a short row about ``blank``, and all else that the processor itself
         gives the model of it. Raises ``ModelError``: it fails."""
         try:
-            texts, images = [f"a{self.processor.image_token}b"], [[self.blank]]
+            picture = self.placeholder or self.processor.image_token
+            texts, images = [f"a{picture}b"], [[self.blank]]
             own = self.processor(text=texts, images=images, return_tensors="pt")
         except Exception as error:  # of any kind: code of one model
             raise ModelError(
