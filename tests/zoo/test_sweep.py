@@ -13,6 +13,7 @@ SAMPLE = {  # what broke once, in a few seconds
 PICTURES = {  # what was wrong without a word, or a traceback
     "video_llama_3": "full",
     "llava_onevision": "packed",
+    "qwen3_5": "full",
     "paligemma": "full",
 }
 
