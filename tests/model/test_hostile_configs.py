@@ -59,6 +59,7 @@ def test_a_large_file_is_no_configuration(tmp_path):
     with pytest.raises(OSError, match="more than"):
         read_json(path)
 
+
 def test_sizes_that_differ_among_layers_are_none():
     """Reading one of Gemma 4's raises an error in transformers."""
     config = AutoConfig.for_model("gemma4_text", num_hidden_layers=6)

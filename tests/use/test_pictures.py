@@ -245,10 +245,10 @@ def test_a_run_of_preferences_about_pictures_is_evaluated_and_answers(
     def surefoot(*command):
         result = CliRunner().invoke(main, [*command], catch_exceptions=False)
         assert result.exit_code == 0, result.output
-        return result.output
+        return result.stdout
 
     surefoot("train", path)
-    report = json.loads(surefoot("eval", path, "--json").splitlines()[-1])
+    report = json.loads(surefoot("eval", path, "--json"))
     assert "rewards/chosen" in report
     prompts = [{"prompt": "<image> what?", "images": ["1_0.png"]}] if stage != "rm" else rows
     (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, prompts)))

@@ -80,7 +80,9 @@ def short(reason):
 def read(first="architecture"):
     """The rows of the table whose first column has this name, each with its reason."""
     lines = [re.split(r" \| ?", line.strip("|").strip()) for line in PAGE.read_text().splitlines()]
-    start = next(i for i, cells in enumerate(lines) if cells[0] == first)
+    start = next((i for i, cells in enumerate(lines) if cells[0] == first), None)
+    if start is None:
+        return {}
     columns, rows = lines[start][1:], {}
     for cells in takewhile(lambda cells: len(cells) > 1, lines[start + 2 :]):
         found = dict(zip(columns, cells[1:], strict=True))

@@ -170,7 +170,11 @@ MORE = {
     "glm_ocr": {"of": "glm46v", "class": "Glm46VProcessor", "image": {"size": QWEN_SIZE}, **MROPE},
     "glmga": {"of": "glm46v", "class": "Glm46VProcessor", "image": {"size": QWEN_SIZE}, **MROPE},
     "granite4_vision": LLAVA_NEXT,
-    "hunyuan_vl": {**PATCH_16, "picture": "<image_start>%s<image_end>", "config": {"text_config": {"head_dim": 8, "rope_parameters": ROPE}}},
+    "hunyuan_vl": {
+        **PATCH_16,
+        "picture": "<image_start>%s<image_end>",
+        "config": {"text_config": {"head_dim": 8, "rope_parameters": ROPE}},
+    },
     "idefics3": IDEFICS,
     "smolvlm": IDEFICS,
     "internvl": {"processor": {"image_seq_length": 4}},

@@ -163,7 +163,8 @@ class MediaProcessor:
         """The ids [1, T] of a short row about ``blank``, and all else that the processor itself
         gives the model of it. Raises ``ModelError``: it fails."""
         try:
-            picture = self.placeholder or self.processor.image_token
+            token = str(self.processor.image_token)
+            picture = self.placeholder if token in self.placeholder else token
             texts, images = [f"a{picture}b"], [[self.blank]]
             own = self.processor(text=texts, images=images, return_tensors="pt")
         except Exception as error:  # of any kind: code of one model
