@@ -55,7 +55,8 @@ class Batch:
     branches: torch.Tensor | None = None
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)  # for the loss of a stage
     media: Mapping[str, torch.Tensor] = field(default_factory=dict)  # further inputs of the model
-    # [1 + A, B, T] int64, ``position_ids`` and those of A axes (M-RoPE), in their place
+    # [A, B, T] int64, positions of A axes (M-RoPE), in place of ``position_ids``, which are before
+    # them in a packed row
     axes: torch.Tensor | None = None
     at: TrainedPositions | None = None  # where its labels are predicted, once looked up
     at_ends: TrainedPositions | None = None  # the last token of each document, once looked up

@@ -3,10 +3,11 @@
 import json
 
 import pytest
+from transformers import AutoConfig
 
 from surefoot.errors import ModelError
 from surefoot.model.adapter_files import check
-from surefoot.model.config import extension_of, read_config
+from surefoot.model.config import extension_of, read_config, size_of
 from surefoot.model.section import ModelSection
 from surefoot.network.draft import from_config
 from surefoot.storage.files import read_json
@@ -57,3 +58,11 @@ def test_a_large_file_is_no_configuration(tmp_path):
         file.truncate(1 << 40)
     with pytest.raises(OSError, match="more than"):
         read_json(path)
+
+
+def test_sizes_that_differ_among_layers_are_none():
+    """Reading one of Gemma 4's raises an error in transformers."""
+    config = AutoConfig.for_model("gemma4_text", num_hidden_layers=6)
+    assert config.per_layer_config
+    assert size_of(config, "head_dim") is None
+    assert size_of(config, "hidden_size") == config.hidden_size

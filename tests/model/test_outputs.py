@@ -65,6 +65,24 @@ def test_outputs_are_those_of_each_row_alone_in_reading_order(kind, make):
 
 
 @pytest.mark.parametrize("make", [padded, flat])
+@pytest.mark.parametrize("has_head", [True, False])
+def test_a_model_that_computes_all_logits_whichever_are_asked_for_has_the_same_outputs(
+    make, has_head, monkeypatch
+):
+    model = tiny.model()
+    if make is flat:
+        use_packed(model)
+    head = outputs.logprob_head_of(model) if has_head else None
+    spec = OutputSpec(("logps",))
+    batch = make(ROWS, LABELS)
+    usual, forward = outputs.compute(model, batch, spec, head=head).logps, model.forward
+    monkeypatch.setattr(
+        model, "forward", lambda logits_to_keep=0, **given: forward(logits_to_keep=0, **given)
+    )
+    torch.testing.assert_close(outputs.compute(model, batch, spec, head=head).logps, usual)
+
+
+@pytest.mark.parametrize("make", [padded, flat])
 def test_smoothed_labels_are_those_of_the_trainer(make):
     reference, model = (tiny.model(dtype=torch.float64) for _ in range(2))
     if make is flat:

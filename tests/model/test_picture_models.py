@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 import pictures
 from surefoot.batch import Batch, Probe
 from surefoot.errors import ModelError
+from surefoot.model.config import auto_class
 from surefoot.model.isolation import unpacked, use_packed
 from surefoot.model.loading import load_model
 from surefoot.model.section import ModelSection
@@ -21,6 +22,12 @@ def test_it_opens_from_its_folder_with_its_tower(kind, tmp_path):
     opened = load_model(tmp_path, ModelSection(path=str(tmp_path)), dtype=torch.float32)
     assert type(opened) is type(model)
     assert same_values(opened, model)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "llama4", "mllama", "gemma3", "qwen2_vl"])
+def test_a_model_is_opened_whole_where_transformers_has_a_class_for_its_language_model(kind):
+    config = AutoConfig.for_model(kind)
+    assert auto_class(config)._model_mapping[type(config)].config_class is type(config)
 
 
 def same_values(one, two):

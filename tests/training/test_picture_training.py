@@ -15,7 +15,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 import pictures
 import ranks
 import spread
-from surefoot.batch import IGNORE_INDEX
+from surefoot.batch import IGNORE_INDEX, SCORES
+from surefoot.data.media.batch_media import ModelInputs, check_inputs
 from surefoot.data.media.files import seen_in
 from surefoot.data.order.micro_batches import without_labels
 from surefoot.data.rows.formats import TRL, OpenAI
@@ -25,10 +26,12 @@ from surefoot.model import isolation
 from surefoot.model.isolation import PromptSharing, use_packed
 from surefoot.model.outputs import compute, logprob_head_of
 from surefoot.model.packed_attention import MASKS
+from surefoot.network.heads import add_heads
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe_data import open_codec
 from surefoot.run.assembly import build
 from surefoot.run.contexts import collation_of, picture_probes
+from surefoot.stages._kto import log_probabilities, mismatched
 from surefoot.training import losses
 
 
@@ -236,6 +239,42 @@ def test_noise_on_embeddings_is_that_of_each_document(kind, run):
     assert loss != spread.learn(run(), 1)[0][0]
 
 
+@pytest.mark.parametrize("kind", ["gemma3"], scope="module")
+def test_a_cap_that_the_model_does_not_apply_is_not_applied(kind, prepared):
+    """Gemma 3 with pictures has the cap of Gemma 2 in its configuration alone."""
+    made, codec, items = prepared
+    model = pictures.model(kind)
+    model.config.get_text_config().final_logit_softcapping = 0.1
+    collation = collation_of(made, codec)
+    expected = torch.cat([alone(model, collation, item) for item in items])
+    values = together(model, pictures.padded(collation).batch(items).located())
+    torch.testing.assert_close(values, expected)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_vl"], scope="module")
+def test_inputs_that_the_processor_gives_otherwise_are_refused_by_name(kind, prepared, monkeypatch):
+    processor = prepared[1].media.processor
+    kinds = {"gemma3": "token_type_ids", "qwen2_vl": "mm_token_type_ids"}[kind]
+    model = ModelInputs(frozenset({"pixel_values", kinds}))
+    check_inputs(processor, model)
+    monkeypatch.setattr(
+        type(processor.processor), "create_mm_token_type_ids", lambda _, ids: [[0] * len(ids[0])]
+    )
+    with pytest.raises(ModelError, match=f"Processor gives its model {kinds} of a row with"):
+        check_inputs(processor, model)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl"], scope="module")
+def test_positions_that_are_computed_otherwise_are_refused_by_name(kind, prepared):
+    def without_kinds(input_ids, image_grid_thw): ...
+    def by_sizes(input_ids, mm_token_type_ids, image_grid_thw, pixel_values): ...
+
+    processor = prepared[1].media.processor
+    for rope_index, what in ((without_kinds, "the grids"), (by_sizes, "pixel_values")):
+        with pytest.raises(ModelError, match=f"computes positions from {what}"):
+            check_inputs(processor, ModelInputs(frozenset(), rope_index))
+
+
 @pytest.mark.parametrize("kind", ["llava"])
 def test_a_processor_that_cannot_be_opened_stops_rows_with_pictures_alone(kind, run, tmp_path):
     unknown = json.dumps({"image_processor_type": "NoSuchImageProcessor"})
@@ -331,16 +370,70 @@ def test_preferences_about_pictures_are_learned_on_one_rank_and_on_two(kind, run
         assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in one], rel=1e-4)
 
 
-@pytest.mark.parametrize("stage", ["rm", "kto"])
-@pytest.mark.parametrize("kind", ["llava"])
-def test_other_stages_refuse_rows_with_pictures_by_name(kind, stage, tmp_path):
+@pytest.mark.parametrize("form", ["shared", "apart", "padded"])
+@pytest.mark.parametrize("kind", ["qwen2_vl", "gemma3"])
+def test_rewards_of_responses_to_a_picture_are_those_of_each_alone(kind, form, tmp_path):
     base = pictures.save_model(tmp_path / "base", kind)
-    made = pictures.recipe(tmp_path, base, stage=stage)
+    made = pictures.recipe(tmp_path, base, stage="rm")
+    codec, row = open_codec(made, base), OpenAI(ranking=True)
+    examples = [row.read(each) for each in ranked(tmp_path) if "messages" in each]
+    items = [item for found in made.stage.encode(examples, codec) for item in found]
+    assert any(seen_in(item) for item in items)
+    model = pictures.model(kind)
+    head = add_heads(model, ("values",)).values
+    torch.nn.init.normal_(head.weight)
+    expected = []
+    for item in (conversation for pair in items for conversation in split(pair)):
+        batch = replace(collation_of(made, codec), collate=collate).batch([item])
+        given = {"input_ids": batch.input_ids, "use_cache": False, **batch.media}
+        hidden = model(**given, output_hidden_states=True).hidden_states[-1]
+        expected.append(head(hidden[0, -1])[0])
+    expected = torch.stack(expected)
+    collation = pictures.padded(collation_of(made, codec), form != "padded")
+    if form != "padded":
+        may_share = use_packed(model, 200, picture_probes(made, codec))
+        collation = collation.for_model(PromptSharing(form == "shared" and may_share))
+    batch = collation.batch(items).located()
+    found = compute(model, batch, SCORES, head=logprob_head_of(model), values=head).values
+    assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "gemma3"])
+def test_marked_responses_to_pictures_are_compared_with_the_reference(kind, run, tmp_path):
+    """Before the first update each ratio is 0, and so each loss 0.5, if both see the picture."""
+    rows = [{**row, "good": n % 2 == 0} for n, row in enumerate(pictures.rows(tmp_path, 9))]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    columns = {"messages": "messages", "images": "images", "kto_tag": "good"}
+    info = {"rows": {"file_name": "rows.jsonl", "formatting": "openai", "columns": columns}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    settings = {"stage": "kto", "datasets": ["rows"], "train": {"global_batch_size": 6}}
+    trainer = run(**settings)
+    window = trainer.windows.next_turn().window
+    assert any("pixel_values" in batch.media for batch in window)
+    assert spread.learn(run(**settings), 1)[0][0] == pytest.approx(0.5, rel=1e-5)
+    examples = [OpenAI(kto_tag="good").read(row) for row in rows]
+    codec, stage = trainer.evaluation.context((0, 0)).codec, trainer.stage
+    items = [item for found in stage.encode(examples, codec) for item in found]
+    pairs = mismatched(items, 512)
+    assert [seen_in(pair) for pair in pairs] == [seen_in(item) for item in items]
+    collation = collation_of(pictures.recipe(tmp_path, tmp_path / "base", stage="kto"), codec)
+    model = pictures.model(kind)
+    alone_logps = [alone(model, replace(collation, collate=collate), pair).sum() for pair in pairs]
+    probed = pictures.recipe(tmp_path, tmp_path / "base")
+    use_packed(model, 200, pictures.probes(probed, codec))
+    batch = collation.batch(pairs).located()
+    outputs = compute(model, batch, pictures.LOGPS, head=logprob_head_of(model))
+    torch.testing.assert_close(log_probabilities(outputs, batch), torch.stack(alone_logps))
+
+
+@pytest.mark.parametrize("kind", ["llava"])
+def test_other_stages_refuse_rows_with_pictures_by_name(kind, tmp_path):
+    base = pictures.save_model(tmp_path / "base", kind)
+    made = pictures.recipe(tmp_path, base, stage={"grpo": {"reward": "rewards.py:one"}})
     codec = open_codec(made, base)
-    form = OpenAI(ranking=True) if stage == "rm" else OpenAI(kto_tag="good")
-    row = ranked(tmp_path, 3)[2] if stage == "rm" else {**pictures.rows(tmp_path)[2], "good": True}
-    with pytest.raises(DataError, match=r"the row has pictures, and .*stage: sft and stage: dpo"):
-        made.stage.encode([form.read(row)], codec)
+    why = "the row has pictures, and only stage: sft, dpo, rm and kto read them"
+    with pytest.raises(DataError, match=why):
+        made.stage.encode([OpenAI().read(pictures.rows(tmp_path)[2])], codec)
 
 
 @pytest.mark.parametrize("kind", ["idefics3"])

@@ -217,6 +217,57 @@ def test_chat_says_so_where_a_picture_is_not_looked_at(kind, opened, tmp_path, m
     assert said == ["a.png: not looked at, only the name is read: this model reads text alone"]
 
 
+@pytest.mark.parametrize("kind", ["qwen2_vl"], scope="module")
+@pytest.mark.parametrize("stage", ["dpo", "rm", "kto"])
+def test_a_run_of_preferences_about_pictures_is_evaluated_and_answers(
+    kind, stage, base, tmp_path, monkeypatch
+):
+    rows = []
+    for number, row in enumerate(pictures.rows(tmp_path)):
+        question, answer = row["messages"]
+        other = {"role": "assistant", "content": "no"}
+        pair = {"messages": [question], "chosen": answer, "rejected": other}
+        row = {**row, "good": number % 2 == 0} if stage == "kto" else {**pair, **row, **pair}
+        rows.append(row)
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    columns = {"messages": "messages", "images": "images"}
+    columns |= {"kto_tag": "good"} if stage == "kto" else {}
+    info = {"file_name": "rows.jsonl", "formatting": "openai", "columns": columns}
+    info |= {} if stage == "kto" else {"ranking": True}
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"rows": info}))
+    data = {"datasets": ["rows"], "eval_datasets": ["rows"]}
+    train = {"max_steps": 1, "global_batch_size": 3, "micro_batch_size": 1}
+    more = {"generate": {"max_new_tokens": 4}, "checkpoint": {"async_save": False}}
+    pictures.recipe(tmp_path, base, stage=stage, train=train, **data, **more)
+    path = str(next(tmp_path.glob("recipe*.yaml")))
+    monkeypatch.chdir(tmp_path)
+
+    def surefoot(*command):
+        result = CliRunner().invoke(main, [*command], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    surefoot("train", path)
+    report = json.loads(surefoot("eval", path, "--json"))
+    assert "rewards/chosen" in report
+    prompts = [{"prompt": "<image> what?", "images": ["1_0.png"]}] if stage != "rm" else rows
+    (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    surefoot("predict", "run", "--prompts", "asked.jsonl", "--output", "out.jsonl")
+    said = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    if stage != "rm":
+        assert said[0]["answer"]
+        (samples,) = (tmp_path / "run").glob("generations-*.jsonl")
+        shown = [json.loads(line).get("pictures", []) for line in samples.read_text().splitlines()]
+        assert [len(each) for each in shown] == [0, 1, 2] * 2
+        assert shown[1][0].startswith("data:image/png;base64,")
+        return
+    Image.new("RGB", (64, 64), "blue").save(tmp_path / "1_0.png")
+    surefoot("predict", "run", "--prompts", "asked.jsonl", "--output", "other.jsonl")
+    other = [json.loads(line) for line in (tmp_path / "other.jsonl").read_text().splitlines()]
+    changed = [a["reward_chosen"] != b["reward_chosen"] for a, b in zip(said, other, strict=True)]
+    assert changed == [False, True, False, False, False, False]
+
+
 @pytest.mark.parametrize("kind", ["idefics3"], scope="module")
 def test_a_preview_shows_a_picture_in_place_of_its_tokens(kind, base, tmp_path):
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, pictures.rows(tmp_path))))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zoo import architectures, page, sweep
+from zoo import architectures, page, picture_models, picture_sweep, sweep
 
 SAMPLE = {  # what broke once, in a few seconds
     "falcon_h1": ["resume"],
@@ -10,6 +10,12 @@ SAMPLE = {  # what broke once, in a few seconds
     "llama4_text": ["packed"],
     "gemma3n_text": ["full"],
     "gptj": ["packed"],
+}
+PICTURES = {  # what was wrong without a word, or a traceback
+    "video_llama_3": "full",
+    "llava_onevision": "packed",
+    "qwen3_5": "full",
+    "paligemma": "full",
 }
 
 
@@ -23,6 +29,21 @@ def test_an_architecture_does_what_the_table_says(name, tmp_path):
     expected = {column: page.read()[name][column] for column in SAMPLE[name]}
     assert cells(found) == cells(expected), found
     assert set(cells(found).values()) == {"yes"}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_type_that_reads_pictures_does_what_the_table_says(name, tmp_path):
+    column = PICTURES[name]
+    found = picture_sweep.row(name, tmp_path / "model", [column])
+    assert found[column][0] == page.read("type")[name][column][0], found
+    assert found[column][0] == ("refused" if name == "paligemma" else "yes"), found
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", picture_models.KINDS)
+def test_every_type_that_reads_pictures_does_what_the_table_says(name, tmp_path):
+    found = picture_sweep.row(name, tmp_path / "model")
+    assert cells(found) == cells(page.read("type")[name]), found
 
 
 @pytest.mark.proof
@@ -39,14 +60,20 @@ def test_the_table_has_rows_of_architectures_in_their_order():
 
 
 @pytest.mark.proof
-def test_the_table_has_a_row_for_each_architecture():
+def test_the_tables_have_a_row_for_each_architecture_and_none_fails():
     assert page.read().keys() == architectures.SETTINGS.keys()
+    rows = page.read("type")
+    assert list(rows) == picture_models.KINDS
+    assert not [name for name, row in rows.items() if "fails" in cells(row).values()]
 
 
 def test_a_page_is_read_as_it_was_written(tmp_path, monkeypatch):
     rows = {"llama": {"full": ("yes", ""), "tp": ("refused", "why")}}
     monkeypatch.setattr(page, "PAGE", tmp_path / "page.md")
-    page.PAGE.write_text(page.text(rows))
+    pictures = {"blip": dict.fromkeys(("full", "lora"), ("refused", "/tmp/x/model: no | sign"))}
+    page.PAGE.write_text(page.text(rows, pictures))
     assert {name: cells(row) for name, row in page.read().items()} == {
         "llama": {"full": "yes", "tp": "refused"}
     }
+    both = ("refused", "no \\| sign")
+    assert page.read("type") == {"blip": {"full": both, "lora": both}}

@@ -91,19 +91,19 @@ def predict(
     check_output(output, force=force)
     recipe = recipe_of(prediction.model.adapter, prediction.model.path)
     section = recipe.data if recipe else None
+    options["media_folder"] = (
+        options["media_folder"] or (section and section.media.folder) or prompts.parent
+    )
     if not is_reward_model(Path(prediction.model.path)):
         prompt_rows = [prompt.with_system(system) for prompt in read_prompts(prompts, section)]
         options["thinks"] = options.pop("thinking")
-        options["media_folder"] = (
-            options["media_folder"] or (section and section.media.folder) or prompts.parent
-        )
         _answer(prediction, path, overrides, prompt_rows, (output, force), options)
         return
     if options["thinking"] is not None:
         raise RecipeError("--thinking: has no effect on rewards")
     if system is not None:
         raise RecipeError("--system: has no effect on rewards; put it into the rows")
-    _score(prediction, path, overrides, (prompts, section), output)
+    _score(prediction, path, overrides, (prompts, section), (output, options["media_folder"]))
 
 
 def _answer(
@@ -150,9 +150,10 @@ def _score(
     path: str,
     overrides: Sequence[str],
     prompts: tuple[Path, DataSection | None],
-    output: Path,
+    places: tuple[Path, Path],
 ) -> None:
-    """Write the rewards of all responses of a file."""
+    """Write the rewards of all responses of a file to the first of ``places``; their pictures are
+    in the second."""
     from ..data.text.prompts import write_rows
 
     start_ranks(prediction.parallel)
@@ -162,10 +163,12 @@ def _score(
         from ..use.prediction import read_responses, score_rows
 
     prediction = replace(prediction, parallel=with_replicas(prediction.parallel))
-    rows = read_responses(*prompts)
+    rows, (output, media_folder) = read_responses(*prompts), places
     with joined(prediction.parallel) as world:
         shown = partial(progress, is_shown=world.is_main)
-        lines, rewards = score_rows(prediction, path, overrides, rows, world, progress=shown)
+        lines, rewards = score_rows(
+            prediction, path, overrides, rows, world, media_folder=media_folder, progress=shown
+        )
         if world.is_main:
             write_rows(output, lines, doing="cannot write the rewards")
     if world.is_main:

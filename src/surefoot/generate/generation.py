@@ -187,10 +187,10 @@ def _finished(
     # the first pass only.
     pictured = [request for request in todo if request.pictures is not None]
     todo = [request for request in todo if request.pictures is None]
-    yield from in_batches.run(model, pictured, chooser, batch_size=1, on_token=on_token)
+    size = 1 if is_alone else chooser.section.batch_size
+    yield from in_batches.run(model, pictured, chooser, batch_size=size, on_token=on_token)
     if not todo:
         return
-    size = 1 if is_alone else chooser.section.batch_size
     if driver is None:
         yield from in_batches.run(model, todo, chooser, batch_size=size, on_token=on_token)
         return

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -39,8 +39,12 @@ class PromptMedia(Protocol):
     def key(self) -> str:
         """Equal for equal pictures."""
 
-    def inputs(self, ids: Ids) -> Mapping[str, torch.Tensor]:
-        """What a model gets beside ``ids``, which begin with the prompt."""
+    def thumbnails(self) -> list[str]:
+        """Small copies, as data URLs."""
+
+    def inputs(self, ids_BT: torch.Tensor, prompts: Sequence[Any]) -> Mapping[str, torch.Tensor]:
+        """What a model gets beside rows of ids, each of which is one of ``prompts``, of this class;
+        padding may stand before it."""
 
 
 class PicturePrompt(tuple[int, ...]):

@@ -97,10 +97,13 @@ _ORIGINAL = "original_max_position_embeddings"
 
 def auto_class(config: PretrainedConfig) -> Any:
     """The class of transformers that opens models of ``config``: the one for causal language
-    models, or where they have none, the one for models that read pictures, too."""
+    models, or where they have none, or only one for a part of it (Qwen3.5), the one for models that
+    read pictures, too."""
     classes = (AutoModelForCausalLM, AutoModelForImageTextToText)
-    known = (each for each in classes if type(config) in each._model_mapping)
-    return next(known, AutoModelForCausalLM)  # which says what it does not know
+    known = [each for each in classes if type(config) in each._model_mapping]
+    whole = (e for e in known if e._model_mapping[type(config)].config_class is type(config))
+    # the last says what it does not know
+    return next(whole, known[0] if known else AutoModelForCausalLM)
 
 
 class UnreadableConfigError(ModelError):
@@ -124,13 +127,22 @@ def read_config(folder: Path, section: ModelSection) -> PretrainedConfig:
         ) from None
     for part in (config, config.get_text_config(decoder=True)):
         for name in _SIZES:
-            if isinstance(size := getattr(part, name, None), int) and not 0 <= size <= _MOST:
+            if isinstance(size := size_of(part, name), int) and not 0 <= size <= _MOST:
                 raise _no_size(folder, name, size, _MOST)
     if section.max_positions is not None:
         _extend(config, section, folder)
     if section.router_aux_loss_coef is not None:
         add_router_loss(config, section.router_aux_loss_coef, folder)
     return config
+
+
+def size_of(config: PretrainedConfig, name: str) -> object:
+    """A size in a configuration; None if it has none, or another one for some layers, as the heads
+    of Gemma 4: transformers raises an error then."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        return None
 
 
 def _check_layers(folder: Path) -> None:

@@ -45,6 +45,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ..errors import ModelError, first_line
+from .config import size_of
 from .loading import on_meta, once_per_architecture
 
 
@@ -579,10 +580,11 @@ def row_of(
     """A row of ``model`` with these documents."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
+    groups, size = size_of(config, "num_key_value_heads"), size_of(config, "head_dim")
     return Row(
         num_heads=heads,
-        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        num_key_value_heads=groups if isinstance(groups, int) else heads,
+        head_dim=size if isinstance(size, int) else config.hidden_size // heads,
         bounds=bounds,
         device=device,
         dtype=dtype,

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import ModelError
-from ..model.config import num_elements
+from ..model.config import num_elements, size_of
 from ..model.lora_targets import HEAD, ROUTER, decoder_layers, is_added, matrices, plain_name
 from ..model.parts import parts_of
 from ..model.weights import AdapterWeights, FullWeights, names_in_files
@@ -102,8 +102,10 @@ def num_heads(config: PretrainedConfig) -> int:
 
 def head_size(config: PretrainedConfig) -> int:
     """The outputs of one head of attention; 0 if they are not known."""
-    head_dim, heads = getattr(config, "head_dim", None), num_heads(config)
-    return head_dim or (config.hidden_size // heads if heads else 0)
+    head_dim, heads = size_of(config, "head_dim"), num_heads(config)
+    if isinstance(head_dim, int) and head_dim:
+        return head_dim
+    return int(config.hidden_size) // heads if heads else 0
 
 
 _IN_LAYER = re.compile(r"\.\d+\.")

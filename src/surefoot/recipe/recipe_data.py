@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from ..data.media.batch_media import BatchMedia, ModelInputs
+from ..data.media.batch_media import BatchMedia, ModelInputs, check_inputs
 from ..data.media.files import MediaFiles
 from ..data.media.processor import open_processor
 from ..data.order.micro_batches import fitting_micro_batch
@@ -41,6 +41,7 @@ from ..model.section import ModelSection
 from ..model.tokenizer import TOKENIZER_CONFIG, load_tokenizer
 from ..network.draft import from_config
 from ..schema import Unset
+from ..stages import STAGES
 from ..training.section import TrainSection
 from .recipe import Recipe
 
@@ -101,7 +102,7 @@ def open_codec(recipe: Recipe, base: Path) -> Codec:
         raise TemplateError("\n".join([str(error), *more])) from error
     section = settled(recipe, base).data
     if not recipe.stage.reads_pictures:
-        return Codec(tokenizer, template, section, None, "only stage: sft and stage: dpo read them")
+        return Codec(tokenizer, template, section, None, why_text())
     if recipe.parallel.sequence_parallel:
         why = "ranks of parallel.sequence_parallel cannot share them"
         return Codec(tokenizer, template, section, None, why)
@@ -111,6 +112,12 @@ def open_codec(recipe: Recipe, base: Path) -> Codec:
     except ModelError as error:  # rows of text need no processor
         return Codec(tokenizer, template, section, None, str(error))
     return Codec(tokenizer, template, section, media)
+
+
+def why_text() -> str:
+    """Why a row with pictures stops a stage that reads text alone."""
+    *most, last = [name for name, stage in STAGES.own.items() if stage.reads_pictures]
+    return f"only stage: {', '.join(most)} and {last} read them"
 
 
 def media_of(
@@ -130,10 +137,16 @@ def media_of(
         model = from_config(base, section)
     # Models of one family differ in what they take, such as grid sizes of pictures.
     names = frozenset(inspect.signature(model.forward).parameters)
-    rope_index = getattr(getattr(model, "model", None), "get_rope_index", None)
+    found = (getattr(part, "get_rope_index", None) for part in (model, *model.children()))
+    rope_index = next((each for each in found if each is not None), None)
+    inputs = ModelInputs(names, rope_index)
+    try:
+        check_inputs(processor, inputs)
+    except ModelError as error:
+        raise ModelError(f"{base}: {error}") from None
     folder = data.media.folder or data.dataset_dir
     files = MediaFiles(data.media, folder, None if cache is None else cache / "media")
-    return BatchMedia(processor, files, ModelInputs(names, rope_index))
+    return BatchMedia(processor, files, inputs)
 
 
 def settled(recipe: Recipe, base: Path) -> Recipe:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from ..batch import IGNORE_INDEX, Batch, Features, Loss, Outputs, OutputSpec
 from ..data.example import EMPTY, Dropped, Encoded, Example, Truncated
 from ..data.section import DataSection
-from ..data.text.collation import collate, with_columns, with_owners
+from ..data.text.collation import collate, pictures_of, with_columns, with_owners
 from ..data.text.ranking import RANKED, answered, is_ranked, labeled, up_to_last_label
 from ..parallel.section import ParallelSection
 from ..schema import Problem, must
@@ -48,6 +48,7 @@ class KTO(Stage):
     sizes or seeds add some.
     """
 
+    reads_pictures = True
     kept_by: ClassVar[Literal["item", "window"]] = "window"
     spec: ClassVar[OutputSpec] = LOGPS
 
@@ -218,10 +219,12 @@ def mismatched(examples: Sequence[Features], cutoff_len: int) -> list[Features]:
     up to its end token, and cut like an example."""
     parts = [_split(item) for item in examples]
     pairs: list[Features] = []
-    for (prompt, _), (_, answer) in zip(parts, [parts[-1], *parts[:-1]], strict=True):
+    answers = [answer for _, answer in (parts[-1], *parts[:-1])]
+    for item, (prompt, _), answer in zip(examples, parts, answers, strict=True):
         labels = [IGNORE_INDEX] * len(prompt) + answer
         ids = prompt + answer
-        pairs.append({"input_ids": ids[:cutoff_len], "labels": labels[:cutoff_len]})
+        pair: Features = {"input_ids": ids[:cutoff_len], "labels": labels[:cutoff_len]}
+        pairs.append({**pair, **pictures_of(item)})
     return pairs
 
 

@@ -40,6 +40,7 @@ class RM(Stage):
     or as in ``model.path`` if that is a reward model. The loss is a sum over pairs.
     """
 
+    reads_pictures = True
     encoding: ClassVar[str] = "1"
     heads: ClassVar[Sequence[str]] = ("values",)
     spec: ClassVar[OutputSpec] = SCORES

@@ -31,7 +31,7 @@ from ..network.network import Network
 from ..parallel.section import ParallelSection
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
-from ..recipe.recipe_data import encoding_of, fitted, open_codec
+from ..recipe.recipe_data import encoding_of, fitted, open_codec, why_text
 from ..run.contexts import build_evaluation, columns_of, context_of, eval_set, picture_probes
 from ..run.models import heads_of, refuse_other_tokens
 from ..training.evaluation import EvaluationSet
@@ -63,7 +63,7 @@ def adopt(opened: LoadedModel, recipe: Recipe) -> LoadedModel:
     adopted = replace(opened, recipe=recipe, template=template)
     if recipe.stage.reads_pictures:
         return adopted
-    return replace(adopted, media=None, why_text="only stage: sft and stage: dpo read them")
+    return replace(adopted, media=None, why_text=why_text())
 
 
 def measure(

@@ -200,7 +200,7 @@ def _opened(
         opened = LoadedModel(network, tokenizer, template, parts.recipe, parts.folder, parts.all)
         data = parts.recipe.data if parts.recipe else without_datasets()
         try:
-            media = None if parts.is_reward else media_of(section, data, parts.model, tokenizer)
+            media = media_of(section, data, parts.model, tokenizer)
         except ModelError as error:  # text needs no processor
             return replace(opened, why_text=str(error))
         return replace(opened, media=media)

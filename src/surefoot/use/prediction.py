@@ -187,11 +187,12 @@ def score_rows(
     examples: Sequence[Example],
     world: World,
     *,
+    media_folder: Path | None = None,
     progress: Progress,
 ) -> tuple[list[dict[str, object]], list[Rewards]]:
-    """The rows of ``examples`` with their rewards, and these (see ``score``), by the model that
-    ``path`` and ``overrides``, of which ``prediction`` was made, name. Raises as ``open_model`` and
-    ``score`` do."""
+    """The rows of ``examples``, whose pictures are in ``media_folder``, with their rewards, and
+    these (see ``score``), by the model that ``path`` and ``overrides``, of which ``prediction`` was
+    made, name. Raises as ``open_model`` and ``score`` do."""
     for example in examples:
         if taken := [name for name in _names(example) if name in example.columns]:
             raise DataError(
@@ -199,6 +200,7 @@ def score_rows(
                 "name"
             )
     opened = open_model(**asdict(prediction.model), world=world, parallel=prediction.parallel)
+    opened = opened.reading_from(media_folder)
     size = load(path, overrides, generate=opened.generate).generate.batch_size
     count = sum(len(_names(example)) for example in examples)
     with progress("rewards", count) as advance:
@@ -226,7 +228,11 @@ def score(
     with opened.network.evaluating():
         for start in range(0, len(order), batch_size):
             group = order[start : start + batch_size]
-            batch = collate([items[i] for i in group], packing=False).to(device())
+            rows = [items[i] for i in group]
+            batch = collate(rows, packing=False)
+            if opened.media is not None:
+                batch = opened.media.added(batch, rows)
+            batch = batch.to(device())
             values = opened.network.forward(batch, SCORES).values
             assert values is not None
             rewards |= zip(group, values.double().tolist(), strict=True)

@@ -20,7 +20,7 @@ from ..data.media.files import seen_in
 from ..data.text.ranking import answered
 from ..errors import CheckpointError, RunError, counted
 from ..generate.generation import Ids, Sample, room
-from ..generate.responses import Decode, decoder
+from ..generate.responses import Decode, decoder, pictures_of
 from ..model.numerics import autocast, choose
 from ..network.network import Network
 from ..parallel.section import ParallelSection
@@ -114,6 +114,7 @@ class EvaluationReport:
                     "reference": generation.reference,
                     "answer": generation.answer,
                     "match": generation.is_match,
+                    **({"pictures": generation.pictures} if generation.pictures else {}),
                 },
                 ensure_ascii=False,
             )
@@ -233,6 +234,7 @@ def _evaluate(
 
 logger = logging.getLogger(__name__)
 UNCUT = 1_000_000_000  # tokens; more than any window
+_ILLUSTRATED = 24  # prompts that the board shows; 70 kB a picture of noise would fill its file
 
 
 @dataclass(frozen=True)
@@ -243,6 +245,7 @@ class Generation:
     prompt: str  # as the model reads it, control tokens and all
     reference: str
     answer: str
+    pictures: Sequence[str] = ()  # thumbnails of those of the prompt, of the first prompts
 
     @property
     def is_match(self) -> bool:
@@ -255,6 +258,12 @@ class _Question:
     origin: str
     prompt: Ids
     reference: list[int]
+
+    @property
+    def thumbnails(self) -> list[str]:
+        """Small copies of its pictures, as data URLs."""
+        media = pictures_of(self.prompt)
+        return [] if media is None else media.thumbnails()
 
 
 def generations(
@@ -310,9 +319,13 @@ def generations(
 
     return [
         Generation(
-            q.origin, decode(shown(q.prompt)), read(q.reference), _text(sample, decode, read)
+            q.origin,
+            decode(shown(q.prompt)),
+            read(q.reference),
+            _text(sample, decode, read),
+            q.thumbnails if number < _ILLUSTRATED else (),
         )
-        for q, sample in zip(questions, samples, strict=True)
+        for number, (q, sample) in enumerate(zip(questions, samples, strict=True))
     ]
 
 

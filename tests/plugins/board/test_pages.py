@@ -15,6 +15,10 @@ PAGES += ["#/run?run=runs/one&tab=checkpoints", "#/run?run=runs/one&tab=log"]
 LONG = "recipes/one-with-a-name-that-is-longer-than-a-phone-is-wide.yaml"
 PAGES += ["#/run?run=runs/one&tab=recipe", f"#/new?file={LONG}"]
 EVIL = "<img src=x onerror=alert(1)>"
+DOT = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGA"
+    "WjR9awAAAABJRU5ErkJggg=="
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +30,7 @@ def root(tmp_path_factory):
     (root / LONG).parent.mkdir()
     (root / LONG).write_text(RECIPE + "# and so on\n" * 20)
     row = {"origin": EVIL, "prompt": EVIL, "reference": "4", "answer": EVIL, "match": False}
+    row |= {"pictures": [DOT, "https://example.com/a.png", 3]}
     (one / "generations-base.jsonl").write_text(json.dumps(row) + "\n")
     return root
 
@@ -33,6 +38,13 @@ def root(tmp_path_factory):
 @pytest.mark.parametrize("hash_", PAGES)
 def test_every_page_fits_a_phone_in_the_dark_and_in_chinese(page, server, hash_):
     check_on_a_phone(page, server, hash_)
+
+
+def test_samples_show_the_pictures_of_a_prompt_that_are_in_the_file(page, server):
+    show(page, server, "#/run?run=runs/one&tab=samples")
+    page.wait_for("Answers to held-out prompts")
+    sources = "return [...document.querySelectorAll('.panel img')].map(e => e.src).join()"
+    assert page.run(sources) == DOT
 
 
 def test_runs_are_sorted_filtered_compared_and_drawn_in_one_picture(page, server):

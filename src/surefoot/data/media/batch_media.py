@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 
 import torch
 
 from ...batch import Batch, Features
+from ...errors import ModelError
 from ..example import MEDIA_COLUMN
 from ..text.collation import split
 from .files import MediaFiles, Seen, seen_in
@@ -27,6 +29,34 @@ class ModelInputs:
 
     names: frozenset[str]  # of the arguments of its forward pass
     rope_index: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None  # of M-RoPE
+
+
+def check_inputs(processor: MediaProcessor, model: ModelInputs) -> None:
+    """Raise ``ModelError`` if the model would get anything else of a picture than its processor
+    gives it, or if its positions are computed from anything else than is known here. Packed rows
+    and documents alone would be wrong in the same way: in PaliGemma, ``token_type_ids`` are 1 at
+    the answer, and at pictures the answer would see itself."""
+    name = type(processor.processor).__name__
+    ids_BT, own = processor.example()
+    media = processor.tensors([[processor.blank]])
+    media |= {kinds: _kinds_of(ids_BT, processor) for kinds in _KINDS}
+    given = [key for key in own if key in model.names]
+    wrong = [key for key in given if key not in media or not torch.equal(media[key], own[key])]
+    if wrong:
+        raise ModelError(
+            f"{name} gives its model {', '.join(wrong)} of a row with a picture, which is not "
+            "supported"
+        )
+    if model.rope_index is None:
+        return
+    known = {"input_ids", "attention_mask", _GRID, *_KINDS}
+    needed = signature(model.rope_index).parameters.keys()
+    unknown = sorted(needed & {*media, *own} - known)
+    if unknown or not {_GRID, "mm_token_type_ids"} <= needed:
+        of = ", ".join(unknown) or "the grids of pictures in a way of its own"
+        raise ModelError(
+            f"{name}: its model computes positions from {of}, which is not supported for pictures"
+        )
 
 
 @dataclass(frozen=True)
@@ -66,7 +96,8 @@ class BatchMedia:
             pairs = [split(item) if "lengths" in item else (item,) for item in features]
             features = [conversation for pair in pairs for conversation in pair]
         rows = [seen_in(item) for item in features]
-        given = [[seen for row in rows for seen in row]] if is_packed else rows
+        is_one_row = is_packed and not self.processor.depends_on_others
+        given = [[seen for row in rows for seen in row]] if is_one_row else rows
         media = self.inputs(batch.input_ids, given)
         if self.model.rope_index is None:
             return replace(batch, media=media)
@@ -86,7 +117,7 @@ class BatchMedia:
 
     def _kinds(self, ids_BT: torch.Tensor) -> torch.Tensor:
         """[B, T] 1 at the tokens of pictures."""
-        return torch.isin(ids_BT, torch.tensor(sorted(self.processor.token_ids))).long()
+        return _kinds_of(ids_BT, self.processor)
 
     def _axes(
         self,
@@ -96,8 +127,8 @@ class BatchMedia:
         grids: torch.Tensor | None,
         kinds: torch.Tensor,
     ) -> torch.Tensor:
-        """[1 + A, B, T] the positions of each document, computed as if it were alone, behind those
-        that tell documents apart."""
+        """[A, B, T] the positions of each document, computed as if it were alone; in a packed row
+        [1 + A, B, T], behind those that tell documents apart."""
         assert self.model.rope_index is not None
         is_packed, width = batch.cu_seqlens is not None, batch.input_ids.shape[1]
         documents, start, first = [], 0, 0
@@ -126,6 +157,8 @@ class BatchMedia:
             documents.append(positions)
             start, first = start + length, first + len(row)
         axes = torch.cat(documents, dim=-1 if is_packed else 1)
+        if not is_packed:  # HunYuan takes no other axes than its own
+            return axes
         return torch.cat([batch.position_ids[None].to(axes), axes])
 
 
@@ -141,9 +174,19 @@ class PromptPictures:
         """Equal for equal pictures."""
         return " ".join(f"{each.digest}:{each.width}x{each.height}" for each in self.pictures)
 
-    def inputs(self, ids: Sequence[int]) -> Mapping[str, torch.Tensor]:
-        """What the model gets beside ``ids``, which begin with the prompt."""
-        return self.media.inputs(torch.tensor([list(ids)]), [self.pictures])
+    def thumbnails(self) -> list[str]:
+        """Small copies, as data URLs."""
+        return [self.media.files.thumbnail(each) for each in self.pictures]
+
+    def inputs(
+        self, ids_BT: torch.Tensor, prompts: Sequence[PromptPictures]
+    ) -> Mapping[str, torch.Tensor]:
+        """What the model gets beside rows of ids, each of which is one of ``prompts``."""
+        return self.media.inputs(ids_BT, [each.pictures for each in prompts])
+
+
+def _kinds_of(ids_BT: torch.Tensor, processor: MediaProcessor) -> torch.Tensor:
+    return torch.isin(ids_BT, torch.tensor(sorted(processor.token_ids))).long()
 
 
 def has_pictures(features: Sequence[Features]) -> bool:

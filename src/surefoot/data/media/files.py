@@ -33,6 +33,7 @@ _NOISE = "noise:"  # in place of a path: a picture of noise, for checks: seed, w
 _KEPT = "kept:"  # in place of a path: a file of the cache, by its digest; the row had its bytes
 _INLINE = "inline:"  # in place of a path: the file itself, where no cache is
 _MAX_BYTES = 1 << 28
+_SMALL = 160  # pixels of the longer side of a thumbnail
 _ORIENTATION, _QUARTER_TURNED = 0x0112, 5  # of EXIF: from this value on, width is height
 
 
@@ -128,6 +129,13 @@ class MediaFiles:
             raise DataError(f"picture {seen.name}: {first_line(error)}; {cure}") from None
         size = (seen.width, seen.height)
         return rgb if rgb.size == size else rgb.resize(size)
+
+    def thumbnail(self, seen: Seen) -> str:
+        """A small copy of a picture, as a data URL. Raises ``DataError`` as ``decode`` does."""
+        image, buffer = self.decode(seen), BytesIO()
+        image.thumbnail((_SMALL, _SMALL))
+        image.save(buffer, format="PNG")
+        return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
     def _read(self, path: str) -> bytes:
         """The bytes of a file inside the folder."""

@@ -1,10 +1,10 @@
 """What a model makes of pictures: their text in a row, and the tensors that it gets of them.
 
 The processor of transformers says both, and nothing here knows a model by its name. The text of a
-picture depends on its size alone, so it is computed once for every distinct size, with a blank
-picture; rows are encoded without decoding a pixel. It replaces the placeholder in the rendered text
-before that is tokenized: a tokenizer may join the line breaks that some processors write around a
-picture with those beside it.
+picture depends on its size alone, in some models also on those beside it, so it is computed once
+for every distinct size, with a blank picture; rows are encoded without decoding a pixel. It
+replaces the placeholder in the rendered text before that is tokenized: a tokenizer may join the
+line breaks that some processors write around a picture with those beside it.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class MediaProcessor:
 
     processor: Any  # of transformers
     files: Mapping[str, bytes]  # that it was opened from
-    _texts: dict[Size, str] = field(default_factory=dict, repr=False)
-    _counts: dict[Size, int] = field(default_factory=dict, repr=False)
+    _texts: dict[tuple[Size, ...], list[str]] = field(default_factory=dict, repr=False)
+    _counts: dict[str, int] = field(default_factory=dict, repr=False)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -81,7 +81,7 @@ class MediaProcessor:
         processor writes some of them, so those that the chat template writes are not enough."""
         tokenizer = self.processor.tokenizer
         added = tokenizer.added_tokens_decoder
-        written = self._ids(self.text_of((_PLAIN, _PLAIN)))
+        written = self._ids(self.texts_of([(_PLAIN, _PLAIN)])[0])
         written += self._ids(self.placeholder)
         token = str(self.processor.image_token)
         return frozenset({token, *(added[i].content for i in written if i in added)})
@@ -103,25 +103,43 @@ class MediaProcessor:
         start = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), 0)
         return texts[0][start : start + len(texts[0]) - len(texts[1])].strip()
 
-    def text_of(self, size: Size) -> str:
-        """The text of a picture of this size. Raises ``DataError``: the model takes none of it."""
-        if size not in self._texts:
+    def texts_of(self, sizes: Sequence[Size]) -> list[str]:
+        """The texts of pictures of these sizes in one row. Raises ``DataError``: the model takes
+        none of one of them."""
+        if self.depends_on_others and len(sizes) > 1:
+            return self._texts_in([*sizes])
+        return [self._texts_in([size])[0] for size in sizes]
+
+    def counts(self, sizes: Sequence[Size]) -> list[int]:
+        """The tokens that each of these pictures of a row replaces."""
+        return [self._count(text) for text in self.texts_of(sizes)]
+
+    @cached_property
+    def depends_on_others(self) -> bool:
+        """Whether the text of a picture is another one beside others, as in LLaVA-OneVision."""
+        both = [(_PLAIN, _PLAIN), (2 * _PLAIN, _PLAIN)]
+        try:
+            return self._texts_in(both) != [self._texts_in([size])[0] for size in both]
+        except DataError:  # it takes one at a time, and says so of a row with several
+            return True
+
+    def _texts_in(self, sizes: list[Size]) -> list[str]:
+        key = tuple(sizes)
+        if key not in self._texts:
             import PIL.Image
 
             try:
-                _, texts = self._process([[PIL.Image.new("RGB", size)]])
+                _, texts = self._process([[PIL.Image.new("RGB", size) for size in sizes]])
             except (ValueError, RuntimeError, IndexError, ZeroDivisionError) as error:
-                raise DataError(
-                    f"the processor takes no picture of its size: {_words(error)}"
-                ) from None
-            self._texts[size] = texts[0]
-        return self._texts[size]
+                what = "picture of its size" if len(sizes) == 1 else "pictures of these sizes"
+                raise DataError(f"the processor takes no {what}: {_words(error)}") from None
+            self._texts[key] = texts
+        return self._texts[key]
 
-    def count(self, size: Size) -> int:
-        """The tokens that a picture of this size replaces."""
-        if size not in self._counts:
-            self._counts[size] = self._placed(self._ids(self.text_of(size)))
-        return self._counts[size]
+    def _count(self, text: str) -> int:
+        if text not in self._counts:
+            self._counts[text] = self._placed(self._ids(text))
+        return self._counts[text]
 
     def tensors(self, rows: Sequence[Sequence[Image]]) -> dict[str, torch.Tensor]:
         """What the model gets of the pictures of each row. One call for all of them: the image
@@ -134,6 +152,29 @@ class MediaProcessor:
             if isinstance(value, torch.Tensor) and name not in unused
         }
 
+    @cached_property
+    def blank(self) -> Image:
+        """A picture of a size that every processor takes."""
+        import PIL.Image
+
+        return PIL.Image.new("RGB", (_PLAIN, _PLAIN))
+
+    def example(self) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        """The ids [1, T] of a short row about ``blank``, and all else that the processor itself
+        gives the model of it. Raises ``ModelError``: it fails."""
+        try:
+            token = str(self.processor.image_token)
+            picture = self.placeholder if token in self.placeholder else token
+            texts, images = [f"a{picture}b"], [[self.blank]]
+            own = self.processor(text=texts, images=images, return_tensors="pt")
+        except Exception as error:  # of any kind: code of one model
+            raise ModelError(
+                f"{type(self.processor).__name__} fails for a row with a picture: "
+                f"{first_line(error)}"
+            ) from None
+        others = {name: own[name] for name in own if name not in ("input_ids", "attention_mask")}
+        return own["input_ids"], others
+
     def expand(self, text: str, pictures: Sequence[Seen], *, is_whole: bool) -> Expanded:
         """Rendered ``text`` with the text of each picture at its placeholder. ``is_whole``: it has
         all of ``pictures``, rather than the first of them. Raises ``DataError``: the chat template
@@ -145,7 +186,7 @@ class MediaProcessor:
                 "the chat template writes another number of placeholders than the row has "
                 "pictures; choose the model's own template (data.template: auto)"
             )
-        texts = [self.text_of((each.width, each.height)) for each in pictures[:count]]
+        texts = self.texts_of([(each.width, each.height) for each in pictures])[:count]
         if not texts:
             return Expanded(text, (), ())
         replaced, offsets = self.processor.get_text_with_replacements([text], texts)
@@ -154,14 +195,16 @@ class MediaProcessor:
         return Expanded(replaced[0], [span["span"][1] for span in spans], gains)
 
     def kept(self, ids: Sequence[int], pictures: Sequence[Seen]) -> list[Seen] | None:
-        """The pictures of a row that may have been cut; None if it was cut through one."""
+        """The pictures of a row that may have been cut; None if it was cut through one, or between
+        those whose texts depend on each other."""
         left, whole = self._placed(ids), list[Seen]()
         for picture in pictures:
             if not left:
                 break
             whole.append(picture)
             left -= picture.tokens
-        return None if left else whole
+        is_other = self.counts([(p.width, p.height) for p in whole]) != [p.tokens for p in whole]
+        return None if left or is_other else whole
 
     def _placed(self, ids: Sequence[int]) -> int:
         return sum(i in self.token_ids for i in ids)
@@ -239,12 +282,25 @@ def _expands(processor: Any) -> bool:
 def _for_pictures(kind: Any) -> Any:
     """A class of processors without the parts for videos and sounds: these may need packages, such
     as torchvision, that pictures do not."""
-    parts = [name for name in kind.get_attributes() if name in ("image_processor", "tokenizer")]
+    every = list(kind.get_attributes())
+    parts = [name for name in every if name in ("image_processor", "tokenizer")]
 
-    class Pictures(kind):  # type: ignore[misc]
+    class Base(ProcessorMixin):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            given = {**dict(zip(every, args, strict=False)), **options}
+            super().__init__(**{n: v for n, v in given.items() if n in parts or n not in every})
+
+    class Pictures(kind, Base):  # type: ignore[misc]
         @classmethod
         def get_attributes(cls) -> list[str]:
             return parts
+
+        @classmethod
+        def from_args_and_dict(cls, args: Any, processor_dict: Any, **options: Any) -> Any:
+            # Gemma 3n and 4 demand all parts: the others are None, and ``Base`` leaves them out
+            given = dict(zip(parts, args, strict=True))
+            args = [given.get(name) for name in every]
+            return super().from_args_and_dict(args, processor_dict, **options)
 
     Pictures.__name__ = kind.__name__
     return Pictures

@@ -199,6 +199,8 @@ class Codec:
             messages = list(example.messages)
             if messages and messages[-1].role == "assistant":
                 messages.pop()
+            if self.media is None:
+                self._refuse_pictures(example, messages)
             try:
                 with self._lock:
                     codec = self.given(example.template_arguments)
@@ -398,12 +400,8 @@ class Codec:
             return EMPTY
         messages = messages[: trained[-1] + 1]
         sources = sources_of(messages)
-        if sources and self.media is None:
-            raise DataError(
-                f"{example.origin}: the row has pictures, and {self.why_text}; leave such rows "
-                'out, or add "columns": {"images": null} to the entry to train on the text without '
-                "them"
-            )
+        if self.media is None:
+            self._refuse_pictures(example, messages)
         if any(is_unclear(message, self.template.thoughts) for message in messages):
             return UNCLEAR
         locator, is_whole = self._locator, self.section.train_on_prompt
@@ -426,6 +424,15 @@ class Codec:
             parts += [turn for turn in turns if turn.index in selected]
         return RenderedConversation(RenderedText(text, marked), turns, parts, sources)
 
+    def _refuse_pictures(self, example: Example, messages: Sequence[Message]) -> None:
+        """Raise ``DataError`` if ``messages`` of an example have pictures."""
+        if sources_of(messages):
+            raise DataError(
+                f"{example.origin}: the row has pictures, and {self.why_text}; leave such rows "
+                'out, or add "columns": {"images": null} to the entry to train on the text without '
+                "them"
+            )
+
     def _looked_at(self, source: str | bytes, origin: str = "") -> Seen:
         """A picture of a row. Raises ``DataError``, which stops the run: a file can be mended, and
         a row that was dropped for it would be missing from the cache for good."""
@@ -444,7 +451,8 @@ class Codec:
         ``DataError``: the model takes no picture of a size, or the template writes none."""
         assert self.media is not None
         processor, whole = self.media.processor, rendered.text.text
-        pictures = [p._replace(tokens=processor.count((p.width, p.height))) for p in pictures]
+        counts = processor.counts([(p.width, p.height) for p in pictures])
+        pictures = [p._replace(tokens=n) for p, n in zip(pictures, counts, strict=True)]
         expanded = {whole: processor.expand(whole, pictures, is_whole=True)}
 
         def moved(span: ResponseSpan) -> ResponseSpan:

@@ -123,11 +123,12 @@ def join(chosen: Features, rejected: Features) -> Features:
             *rejected["labels"][length:],
         ],
         "lengths": [length, *answers],
-        **_pictures(chosen),  # of the prompt, so of both
+        **pictures_of(chosen),  # of the prompt, so of both
     }
 
 
-def _pictures(item: Features) -> Features:
+def pictures_of(item: Features) -> Features:
+    """The column of an item's pictures, if it has one."""
     return {MEDIA_COLUMN: item[MEDIA_COLUMN]} if MEDIA_COLUMN in item else {}
 
 
@@ -144,9 +145,9 @@ def split(pair: Features) -> Iterator[Features]:
     prompt, chosen, _ = (int(length) for length in pair["lengths"])
     parts = {name: np.asarray(pair[name], np.int64) for name in ("input_ids", "labels")}
     first = {name: part[: prompt + chosen] for name, part in parts.items()}
-    yield {**first, **_pictures(pair)}  # type: ignore[dict-item]
+    yield {**first, **pictures_of(pair)}  # type: ignore[dict-item]
     second = {n: np.concatenate([p[:prompt], p[prompt + chosen :]]) for n, p in parts.items()}
-    yield {**second, **_pictures(pair)}  # type: ignore[dict-item]
+    yield {**second, **pictures_of(pair)}  # type: ignore[dict-item]
 
 
 def with_chosen(item: Features) -> Features:

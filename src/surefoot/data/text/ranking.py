@@ -12,7 +12,7 @@ from ...batch import IGNORE_INDEX, Features
 from ...errors import DataError
 from ..example import EMPTY, Dropped, Encoded, Example, Message, Truncated, items_of
 from ..rows.formats.fields import MARKS, truth
-from .collation import join
+from .collation import join, pictures_of
 
 if TYPE_CHECKING:
     from .codec import Codec
@@ -78,7 +78,8 @@ def answered(example: Example, answer: Message) -> Example:
 def up_to_last_label(item: Features) -> Features:
     """A conversation without what its template writes after the end token of its response."""
     last = max(i for i, label in enumerate(item["labels"]) if label != IGNORE_INDEX)
-    return {name: item[name][: last + 1] for name in ("input_ids", "labels")}
+    cut = {name: item[name][: last + 1] for name in ("input_ids", "labels")}
+    return {**cut, **pictures_of(item)}  # which stand before the response
 
 
 def _why_no_pair(example: Example) -> Dropped | None:

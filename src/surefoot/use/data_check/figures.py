@@ -3,12 +3,10 @@ overlap of training and evaluation data, and rendered examples with their labels
 
 from __future__ import annotations
 
-import base64
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from io import BytesIO
 from itertools import pairwise
 from typing import Literal
 
@@ -291,7 +289,6 @@ def _of_overlap(overlap: Overlap) -> Iterator[Finding]:
             yield Finding("problem", overlap.evaluation, what, rows_with.count, rows, advice)
 
 
-_SMALL = 160  # pixels of the longer side of a picture in a preview
 ANSWERS = (None, "chosen", "rejected")  # what the lengths of a pair are of
 
 
@@ -405,12 +402,9 @@ def _places(codec: Codec, item: Features, ids: Sequence[int]) -> list[int | None
 def _picture(codec: Codec, seen: Seen) -> TextSpan:
     """A picture in place of its tokens. Raises ``DataError``: it has changed meanwhile."""
     assert codec.media is not None
-    image, buffer = codec.media.files.decode(seen), BytesIO()
-    image.thumbnail((_SMALL, _SMALL))
-    image.save(buffer, format="PNG")
     size = f"{seen.width} x {seen.height}, {counted(seen.tokens, 'token')}"
-    data = base64.b64encode(buffer.getvalue()).decode()
-    return TextSpan(f"[{seen.name}: {size}]", False, picture=f"data:image/png;base64,{data}")
+    picture = codec.media.files.thumbnail(seen)
+    return TextSpan(f"[{seen.name}: {size}]", False, picture=picture)
 
 
 def _trained(ids: Sequence[int], labels: Sequence[int]) -> list[int]:

@@ -27,7 +27,7 @@ async function overTime(run, files) {
   const prompts = new Map();
   for (const { file, rows } of found) {
     for (const row of rows) {
-      const known = prompts.get(row.origin) || { prompt: row.prompt, reference: row.reference, answers: [] };
+      const known = prompts.get(row.origin) || { prompt: row.prompt, reference: row.reference, pictures: [row.pictures || []].flat(), answers: [] };
       known.answers.push({ label: file.label, answer: row.answer, match: row.match });
       prompts.set(row.origin, known);
     }
@@ -36,6 +36,7 @@ async function overTime(run, files) {
   return h("div.panel", {}, h("h2", {}, t("Answers to held-out prompts")), broken ? h("div.note.warn", {}, t("{n} lines cannot be read.", { n: broken })) : null,
     [...prompts].slice(0, 24).map(([origin, one]) => h("div", { style: { borderTop: "1px solid var(--line)", padding: "12px 0" } },
       h("div.soft.small", {}, origin), h("div.mask", {}, one.prompt),
+      one.pictures.filter((src) => String(src).startsWith("data:image/")).map((src) => h("img", { src, alt: "", style: { margin: "6px 6px 0 0" } })),
       one.reference ? h("p", { style: { margin: "6px 0" } }, h("b.small", {}, `${t("expected")}: `), h("span.mono", {}, one.reference)) : null,
       one.answers.map((a) => h("p", { style: { margin: "4px 0" } }, h("b.small", { style: { color: a.match === false ? "var(--red)" : "var(--green)" } }, `${a.match === false ? "✗" : a.match ? "✓" : ""} ${a.label}: `), h("span.mono", {}, a.answer))))));
 }
