@@ -144,6 +144,7 @@ class WholeEngine:
                 loss = loss_of(self.runner.run(here, spec), here)
             loss.total.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
+            del here  # and its pictures, before the next ones are there
             after(index)
         return losses
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -114,7 +115,8 @@ class MediaProcessor:
                 raise DataError(
                     f"the processor takes no picture of its size: {_words(error)}"
                 ) from None
-            self._texts[size] = texts[0]
+            # Photos have thousands of sizes, whose texts are kilobytes, and few different ones.
+            self._texts[size] = sys.intern(texts[0])
         return self._texts[size]
 
     def count(self, size: Size) -> int:
