@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from typing import overload
 
 import numpy as np
@@ -317,7 +318,7 @@ class PictureReader:
 
     def _begin(self) -> None:
         """Read those whose turn it is."""
-        for pictures in list(self._queue)[: self.ahead]:
+        for pictures in islice(self._queue, self.ahead):
             if pictures.future is None:
                 pictures.future = Future()
                 arguments = pictures.batch, pictures.future
