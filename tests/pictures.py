@@ -265,7 +265,8 @@ def items(codec, folder):
 def probes(made, codec):
     """What a run with pictures checks packed rows with."""
     packed, noise = collation_of(made, codec), codec.picture_probe()
-    return [Probe(packed.batch(noise), [padded(packed).batch([item]) for item in noise])]
+    alone = [padded(packed).batch([item]).read() for item in noise]
+    return [Probe(packed.batch(noise).read(), alone)]
 
 
 def padded(collation, packing=False):

@@ -32,6 +32,14 @@ class TrainedPositions:
     among_kept: torch.Tensor | None  # [N] each position's column among these; None: one row, N = K
 
 
+class Pictures(Protocol):
+    """The pictures of a batch. Pixels are large, so they are read when it is about to run, and
+    gone when it has: a window may have hundreds of batches."""
+
+    def read(self, batch: Batch) -> Batch:
+        """``batch`` with what the model gets of them, and nothing left to read."""
+
+
 @dataclass(frozen=True)
 class Batch:
     """One micro-batch of examples.
@@ -54,6 +62,7 @@ class Batch:
     # [D, 3] int32, on the CPU: tokens of prompt and answers, 0 of what is not there
     branches: torch.Tensor | None = None
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)  # for the loss of a stage
+    pictures: Pictures | None = None  # not read yet; ``to`` reads them
     media: Mapping[str, torch.Tensor] = field(default_factory=dict)  # further inputs of the model
     # [A, B, T] int64, positions of A axes (M-RoPE), in place of ``position_ids``, which are before
     # them in a packed row
@@ -88,9 +97,13 @@ class Batch:
         """The same batch in pinned memory, from which a GPU copies while it computes."""
         return self.mapped(lambda tensor: tensor.pin_memory())
 
+    def read(self) -> Batch:
+        """With what the model gets of its pictures, which are read now."""
+        return self if self.pictures is None else self.pictures.read(self)
+
     def to(self, device: torch.device) -> Batch:
-        """The same batch on ``device``, with its trained positions."""
-        return self.located().mapped(lambda tensor: tensor.to(device, non_blocking=True))
+        """The same batch on ``device``, with its trained positions and its pictures."""
+        return self.read().located().mapped(lambda tensor: tensor.to(device, non_blocking=True))
 
     def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         """With ``function`` applied to each tensor but those that the host reads."""
@@ -105,7 +118,15 @@ class Batch:
             return replace(places, **{n: function(part) for n, part in _tensors(places).items()})
 
         at, at_ends = moved(self.at), moved(self.at_ends)
-        return replace(self, **moved_fields, extras=extras, media=media, at=at, at_ends=at_ends)
+        return replace(
+            self,
+            **moved_fields,
+            extras=extras,
+            pictures=self.pictures,
+            media=media,
+            at=at,
+            at_ends=at_ends,
+        )
 
 
 _ON_HOST = ("cu_seqlens", "branches")
@@ -114,7 +135,7 @@ _PLACES = ("at", "at_ends")
 
 def _tensors(holder: Batch | TrainedPositions) -> dict[str, torch.Tensor]:
     """The fields that are tensors."""
-    others = {"extras", "media", *_PLACES}
+    others = {"extras", "media", "pictures", *_PLACES}
     values = {f.name: getattr(holder, f.name) for f in fields(holder) if f.name not in others}
     return {name: value for name, value in values.items() if value is not None}
 

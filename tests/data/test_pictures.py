@@ -7,7 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageFile, PngImagePlugin
 from transformers import AutoProcessor
 
 import pictures
@@ -227,6 +227,38 @@ def test_a_turned_picture_is_turned_and_a_large_one_made_smaller(kind, files, tm
     seen = small.look("a.png")
     assert seen[2:4] == (24, 32)
     assert small.decode(seen).size == (24, 32)
+
+
+def behind_the_pixels(data, name):
+    """A PNG of which the chunks ``name`` come last."""
+    chunks, at = [], 8
+    while at < len(data):
+        end = at + 12 + int.from_bytes(data[at : at + 4])
+        chunks.append(data[at:end])
+        at = end
+    chunks.sort(key=lambda chunk: (chunk[4:8] == b"IEND", chunk[4:8] == name))
+    assert chunks[-2][4:8] == name
+    return data[:8] + b"".join(chunks)
+
+
+@pytest.mark.parametrize("kind", ["gemma3"], scope="module")
+def test_a_png_is_turned_wherever_it_says_so(kind, files, tmp_path):
+    exif, info = Image.Exif(), PngImagePlugin.PngInfo()
+    exif[0x0112] = 6
+    info.add_itxt("XML:com.adobe.xmp", '<a tiff:Orientation="6"/>')
+    forms = [png(exif=exif), behind_the_pixels(png(exif=exif), b"eXIf"), png(pnginfo=info)]
+    for data in [*forms, behind_the_pixels(forms[-1], b"iTXt")]:
+        (tmp_path / "a.png").write_bytes(data)
+        seen = files.look("a.png")
+        assert seen[2:4] == files.decode(seen).size == (48, 64)
+
+
+@pytest.mark.parametrize("kind", ["gemma3"], scope="module")
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])
+def test_no_pixel_is_decoded_to_encode_a_picture(kind, suffix, files, tmp_path, monkeypatch):
+    Image.new("RGB", (64, 48)).save(tmp_path / f"a.{suffix}")
+    monkeypatch.setattr(ImageFile.ImageFile, "load", None)
+    assert files.look(f"a.{suffix}")[2:4] == (64, 48)
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl"], scope="module")

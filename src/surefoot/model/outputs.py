@@ -455,6 +455,8 @@ def hidden_states(model: nn.Module, batch: Batch, hidden: torch.Tensor | None) -
 
 
 def _arguments(model: nn.Module, batch: Batch, hidden: torch.Tensor | None) -> dict[str, object]:
+    # A model without pixels computes something of the placeholders, and says nothing.
+    assert batch.pictures is None, "the pictures of a batch were not read"
     entering = {"input_ids": batch.input_ids} if hidden is None else {"inputs_embeds": hidden}
     packed = batch.cu_seqlens
     return {

@@ -146,6 +146,7 @@ class WholeEngine:
             loss.total.backward()  # type: ignore[no-untyped-call]
             # The log keeps losses, and must not keep the graph of each micro-batch with them.
             losses.append(loss.detach())
+            del here  # and its pictures, before the next ones are there
             after(index)
         return losses
 

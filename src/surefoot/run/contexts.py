@@ -234,4 +234,4 @@ def picture_probes(recipe: Recipe, codec: Codec) -> Sequence[Probe]:
     packed = replace(collation_of(recipe, codec), collate=collate)  # conversations, in any stage
     items = codec.picture_probe()
     padded = replace(packed, packing=False)
-    return [Probe(packed.batch(items), [padded.batch([item]) for item in items])]
+    return [Probe(packed.batch(items).read(), [padded.batch([item]).read() for item in items])]

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..batch import Batch, Hook, Loss, LossFunction, Outputs, StepRunner, Window
+from ..batch import Batch, Hook, Loss, LossFunction, Outputs, Pictures, StepRunner, Window
 from ..data.order.loader import Loader
 from ..data.order.micro_batches import check_divides
 from ..errors import STOP_SIGNALS, RecipeError, RunError
@@ -354,11 +354,28 @@ def _since(first: Mark, mark: Mark) -> float:
 def split(begun: Sequence[tuple[str, float]]) -> list[dict[str, float]]:
     """Seconds of each phase, step by step, of the times at which phases began."""
     steps: list[dict[str, float]] = []
+    before = ""
     for (phase, start), (_, end) in pairwise(begun):
-        if phase == "data":
+        if phase == "data" and before != "forward":  # which waits for the pictures of its batch
             steps.append(dict.fromkeys(PHASES, 0.0))
         steps[-1][phase] += end - start
+        before = phase
     return steps
+
+
+@dataclass(frozen=True)
+class _TimedPictures:
+    """Pictures of a batch, whose reading is a wait for data."""
+
+    pictures: Pictures
+    turn: Callable[[str], None]
+
+    def read(self, batch: Batch) -> Batch:
+        """``batch`` with what the model gets of them."""
+        self.turn("data")
+        read = self.pictures.read(batch)
+        self.turn("forward")
+        return read
 
 
 def timed(
@@ -383,6 +400,12 @@ def timed(
             after(index)
 
         note(window)
+        window = [
+            batch
+            if batch.pictures is None
+            else replace(batch, pictures=_TimedPictures(batch.pictures, turn))
+            for batch in window
+        ]
         losses = run_window(window, timed_loss, before=begin, after=end)
         turn("optimizer")
         return losses

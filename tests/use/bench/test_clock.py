@@ -1,5 +1,7 @@
 """Every moment of a step belongs to one phase."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -15,6 +17,36 @@ def test_a_phase_lasts_until_the_next_begins():
     first, second = split(begun)
     assert first == {"data": 1, "rest": 1, "forward": 3, "backward": 4, "optimizer": 1}
     assert second == {"data": 2, "rest": 1, "forward": 0, "backward": 0, "optimizer": 0}
+
+
+def test_the_wait_for_pictures_is_data_of_the_same_step():
+    begun = [("data", 0.0), ("rest", 1.0), ("forward", 2.0), ("data", 2.5), ("forward", 6.5)]
+    begun += [("backward", 7.0), ("optimizer", 9.0), ("data", 10.0), ("rest", 11.0)]
+    first, second = split(begun)
+    assert first == {"data": 5, "rest": 1, "forward": 1, "backward": 2, "optimizer": 1}
+    assert second["data"] == 1
+
+
+def test_reading_the_pictures_of_a_micro_batch_is_told():
+    empty = [torch.zeros(1, 2, dtype=torch.int64) for _ in range(3)]
+    told, batch = [], Batch(*empty)
+
+    class Pictures:
+        def read(self, unread):
+            told.append("read")
+            return replace(unread, pictures=None, media={"pixel_values": empty[0]})
+
+    def run(window, loss_function, *, before, after):
+        before(0)
+        return [loss_function(None, window[0].read())]
+
+    def loss(_outputs, item):
+        assert item.media
+        return Loss(torch.ones(()), torch.ones(()), {})
+
+    window = [replace(batch, pictures=Pictures())]
+    timed(run, told.append, lambda window: None)(window, loss, before=lambda i: None, after=None)
+    assert told == ["forward", "data", "read", "forward", "backward", "optimizer"]
 
 
 @given(st.lists(st.tuples(st.sampled_from(PHASES), st.integers(0, 1000)), max_size=30))

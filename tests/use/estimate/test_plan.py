@@ -228,7 +228,7 @@ def test_the_layers_for_pictures_are_counted_as_they_really_keep(kind, recompute
     assert found.pictures.count == 6
     codec = open_codec(made, base)
     items = pictures.items(codec, tmp_path)
-    batch = collation_of(made, codec).batch(items)
+    batch = collation_of(made, codec).batch(items).read()
     network = open_policy(made, base, codec.tokenizer, probes=pictures.probes(made, codec))
     model = network.module.train()
     text = replace(batch, media={}, axes=None)

@@ -1,7 +1,7 @@
 """The pictures of a batch: pixels, positions of several axes, and kinds of tokens, for the model.
 
-Pixels are read here, when a micro-batch is made, and live as long as the window that it is in: 32
-pictures of SmolVLM's are 1.2 GiB. None is stored with the examples.
+32 pictures of SmolVLM's are 1.2 GiB of pixels. They are read when a micro-batch is about to run,
+and gone when it has. None is stored with the examples.
 """
 
 from __future__ import annotations
@@ -87,10 +87,14 @@ class BatchMedia:
         return self if self.spare is not None else replace(self, spare=self.make_spare())
 
     def added(self, batch: Batch, features: Sequence[Features]) -> Batch:
-        """The same batch, of items in the same order, with what the model gets of their pictures.
+        """The same batch, of items in the same order, with their pictures, which are not read yet.
         Without a picture in it, it stays the batch of text that it is."""
         if not has_pictures(features):
             return batch
+        return replace(batch, pictures=UnreadPictures(self, features))
+
+    def read(self, batch: Batch, features: Sequence[Features]) -> Batch:
+        """The same batch with what the model gets of the pictures of its items."""
         is_packed = batch.cu_seqlens is not None
         if batch.branches is None:  # each response has the pictures of its own prompt
             pairs = [split(item) if "lengths" in item else (item,) for item in features]
@@ -100,9 +104,9 @@ class BatchMedia:
         given = [[seen for row in rows for seen in row]] if is_one_row else rows
         media = self.inputs(batch.input_ids, given)
         if self.model.rope_index is None:
-            return replace(batch, media=media)
+            return replace(batch, pictures=None, media=media)
         axes = self._axes(batch, features, rows, media.get(_GRID), self._kinds(batch.input_ids))
-        return replace(batch, media=media, axes=axes)
+        return replace(batch, pictures=None, media=media, axes=axes)
 
     def inputs(
         self, ids_BT: torch.Tensor, rows: Sequence[Sequence[Seen]]
@@ -160,6 +164,18 @@ class BatchMedia:
         if not is_packed:  # HunYuan takes no other axes than its own
             return axes
         return torch.cat([batch.position_ids[None].to(axes), axes])
+
+
+@dataclass(frozen=True)
+class UnreadPictures:
+    """The pictures of a batch, by the items that it was made of."""
+
+    media: BatchMedia
+    features: Sequence[Features]
+
+    def read(self, batch: Batch) -> Batch:
+        """``batch`` with what the model gets of them."""
+        return self.media.read(batch, self.features)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ _INLINE = "inline:"  # in place of a path: the file itself, where no cache is
 _MAX_BYTES = 1 << 28
 _SMALL = 160  # pixels of the longer side of a thumbnail
 _ORIENTATION, _QUARTER_TURNED = 0x0112, 5  # of EXIF: from this value on, width is height
+_TURNING = (b"eXIf", b"Raw profile type", b"adobe.xmp")  # in a PNG: what may have an orientation
 
 
 class Noise(str):
@@ -105,9 +106,12 @@ class MediaFiles:
                     "it has 16 or 32 bits a channel, of which all but the darkest would "
                     "become white; convert it to 8 bits"
                 )
-            if image.format == "PNG":
+            is_png = image.format == "PNG"
+            if is_png:
                 _verify(data)
-            if image.getexif().get(_ORIENTATION, 1) >= _QUARTER_TURNED:
+            # Of a PNG, Pillow decodes all pixels first, as the chunk may be behind them.
+            may_turn = not is_png or any(mark in data for mark in _TURNING)
+            if may_turn and image.getexif().get(_ORIENTATION, 1) >= _QUARTER_TURNED:
                 width, height = height, width
         return Seen(path, xxhash.xxh3_64_hexdigest(data), *self._fitted((width, height)), 0)
 

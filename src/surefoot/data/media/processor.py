@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -133,7 +134,8 @@ class MediaProcessor:
             except (ValueError, RuntimeError, IndexError, ZeroDivisionError) as error:
                 what = "picture of its size" if len(sizes) == 1 else "pictures of these sizes"
                 raise DataError(f"the processor takes no {what}: {_words(error)}") from None
-            self._texts[key] = texts
+            # Photos have thousands of sizes, whose texts are kilobytes, and few different ones.
+            self._texts[key] = [sys.intern(text) for text in texts]
         return self._texts[key]
 
     def _count(self, text: str) -> int:

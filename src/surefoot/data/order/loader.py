@@ -13,16 +13,18 @@ would have to be saved, or filled again.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from typing import overload
 
 import numpy as np
 import torch
 
-from ...batch import Features, Window
+from ...batch import Batch, Features, Window
 from ...errors import DataError
 from ..data_order import Description, Index, draw, permutation
 from ..store.dataset import EncodedDataset, ExampleStream
@@ -268,11 +270,83 @@ def for_device(where: torch.device) -> Prefetch | None:
     if where.type != "cuda":
         return None
 
-    def ready(window: Window) -> Window:
+    def pinned(batch: Batch) -> Batch:
         with torch.cuda.device(where):  # each thread has a current one, and this is a new thread
-            return [batch.located().pinned() for batch in window]
+            return batch.located().pinned()
 
-    return Prefetch(ready)
+    reader = PictureReader(pinned)
+    return Prefetch(lambda window: reader.queued([pinned(batch) for batch in window]))
+
+
+@dataclass
+class PictureReader:
+    """Reads the pictures of micro-batches a few ahead, in threads, in the order of their use.
+
+    What is read follows from the micro-batch, so the threads only change when. A micro-batch whose
+    turn has not come, because others were skipped, is read where it is used. An error is raised
+    there, too. Each micro-batch has its own thread, which ends with it: Pillow and numpy let others
+    run meanwhile.
+    """
+
+    ready: Callable[[Batch], Batch]  # what is done to a micro-batch before it is needed
+    ahead: int = 2  # micro-batches: one is read while one computes, and one may be slow
+    _queue: deque[_QueuedPictures] = field(default_factory=deque, init=False, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
+
+    def queued(self, window: Window) -> Window:
+        """The same micro-batches; the first of them are read from now on."""
+        queued = [
+            batch
+            if batch.pictures is None
+            else replace(batch, pictures=_QueuedPictures(self, batch))
+            for batch in window
+        ]
+        with self._lock:
+            self._queue += [p for b in queued if isinstance(p := b.pictures, _QueuedPictures)]
+            self._begin()
+        return queued
+
+    def take(self, pictures: _QueuedPictures) -> Batch:
+        """The micro-batch that was read, and is forgotten here."""
+        with self._lock:
+            future, pictures.future = pictures.future, None
+            if pictures in self._queue:
+                while self._queue.popleft() is not pictures:  # those before it were skipped
+                    pass
+            self._begin()
+        return self._read(pictures.batch) if future is None else future.result()
+
+    def _begin(self) -> None:
+        """Read those whose turn it is."""
+        for pictures in islice(self._queue, self.ahead):
+            if pictures.future is None:
+                pictures.future = Future()
+                arguments = pictures.batch, pictures.future
+                name = "surefoot-pictures"
+                threading.Thread(target=self._run, args=arguments, name=name, daemon=True).start()
+
+    def _run(self, batch: Batch, future: Future[Batch]) -> None:
+        try:
+            future.set_result(self._read(batch))
+        except BaseException as error:  # raised where the micro-batch is used
+            future.set_exception(error)
+
+    def _read(self, batch: Batch) -> Batch:
+        return self.ready(batch.read())
+
+
+@dataclass(eq=False)
+class _QueuedPictures:
+    """The pictures of a micro-batch in the queue of its reader."""
+
+    reader: PictureReader
+    batch: Batch
+    future: Future[Batch] | None = None
+
+    def read(self, batch: Batch) -> Batch:
+        """``batch`` with what the model gets of them."""
+        read = self.reader.take(self)
+        return replace(batch, pictures=None, media=read.media, axes=read.axes)
 
 
 EPOCHS = 1 << 40  # streams of random numbers of one epoch
