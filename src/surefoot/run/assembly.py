@@ -141,6 +141,8 @@ def build(
     is_compiled = recipe.model.compile
     standard = standard_callbacks(recipe.train, saving, is_compiled=is_compiled, world=world)
     members = [*([] if trial else standard), *callbacks]
+    if is_compiled:
+        world.progress.may_compile()
     trainer = build_trainer(recipe, codec, networks, columns, saver, members, feeder, trial=trial)
     if start is not None:
         start.restore(trainer, base)
@@ -247,7 +249,7 @@ def build_trainer(
         evals=columns.evals,
         evaluation=evaluation,
         saver=saver,
-        callbacks=Callbacks(args, state, control, members),
+        callbacks=Callbacks(args, state, control, members, world.progress),
         state=state,
         control=control,
         interval=LogAccumulator(state, policy.num_parameters),

@@ -17,6 +17,8 @@ from ..checkpoint.loading import load as load_checkpoint
 from ..errors import CheckpointError, RunError
 from ..model.loading import device
 from ..model.section import ModelSection
+from ..parallel.progress import UPLOADING
+from ..parallel.watchdog import watched
 from ..parallel.world import World, explain_peer_loss, joined
 from ..recipe.recipe import Recipe, load, read
 from ..recipe.recipe_data import find_base, settled, with_batch_sizes
@@ -137,7 +139,10 @@ def run(
 ) -> Outcome:
     """Start or resume a run; see ``train``. ``choose`` finds the number that
     ``train.micro_batch_size: auto`` is."""
-    with joined(recipe.parallel) as world:
+    with (
+        joined(recipe.parallel) as joined_world,
+        watched(joined_world, recipe.parallel, recipe.train.folder) as world,
+    ):
         recipe, note = with_batch_sizes(recipe, world.num_data_ranks)
         if note is not None:
             logger.info("%s", note)
@@ -186,6 +191,7 @@ def _run(
             with mirror or nullcontext(), uploads or nullcontext(), launch.before_uploads():
                 outcome = _fit(trainer, tries_heaviest=tries_heaviest)
                 launch.ended(outcome.state, outcome.signal)
+                world.progress.enter(UPLOADING)  # also at the end of the blocks
                 if uploads is not None:
                     uploads.finish(is_complete=trainer.state.is_complete)
                 return outcome
@@ -214,6 +220,7 @@ def _fit(trainer: Trainer, *, tries_heaviest: bool = False) -> Outcome:
         trainer.fit()
         _must_be_saved(trainer)
         finish(trainer)
+        trainer.world.progress.enter(UPLOADING)
         trainer.saver.finish(**trainer.ranking)
     return outcome_of(trainer)
 

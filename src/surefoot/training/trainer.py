@@ -20,6 +20,7 @@ from ..checkpoint.saving.saver import AsyncSaver
 from ..checkpoint.state.roles import MODEL, Stateful
 from ..checkpoint.state.states import RandomState
 from ..model.numerics import seed_everything
+from ..parallel.progress import DATA, EVALUATING, SAVING, TRAINING
 from ..parallel.world import ALONE, World
 from ..storage.files import exists
 from .callback import Callbacks, TrainerControl, TrainerState
@@ -123,7 +124,7 @@ class Trainer:
         self.control.should_training_stop = False
         self.policy.module.train()
         self.callbacks.emit("on_train_begin")
-        with self.stop, self.feeder, self.saver:
+        with self.stop, self.feeder, self.saver, self.world.progress.during(TRAINING):
             for flag in self.state.pending:
                 setattr(self.control, flag, True)
             if self.section.on_nan == "rollback" and self.saver.newest is None:
@@ -175,7 +176,9 @@ class Trainer:
             self.control.should_epoch_stop = False
             self.callbacks.emit("on_epoch_begin")
         windows.memory.step = self.state.global_step + 1
-        turn = windows.next_turn()
+        self.world.progress.step(self.state.global_step + 1)
+        with self.world.progress.during(DATA):
+            turn = windows.next_turn()
         self.interval.note(turn.figures)
         self.interval.spend(turn.seconds)
         if (turn.window and not self._step(turn)) or not windows.is_between:
@@ -242,6 +245,7 @@ class Trainer:
 
         def before(index: int) -> None:
             self._progress.micro_batch = index
+            self.world.progress.micro_batch(index, self._rows())
             # Dropout of a micro-batch is that of a run that was never stopped, rolled back or
             # split: it depends on no number drawn before.
             seed_everything(self.section.seed, step, index, *self.world.draws)
@@ -318,6 +322,7 @@ class Trainer:
 
     def _measure(self, examples: EvaluationSet) -> dict[str, float]:
         def after() -> None:
+            self.world.progress.tick()
             self.callbacks.emit("on_prediction_step")
             self._agree()  # several ranks leave at the same batch
             if self._is_leaving:
@@ -341,7 +346,8 @@ class Trainer:
             self.interval.log(self.callbacks)
         if control.should_evaluate and self.evals:
             try:
-                parts = self._measure_all()
+                with self.world.progress.during(EVALUATING):
+                    parts = self._measure_all()
                 with self.policy.network.evaluating():  # callbacks generate without dropout
                     record_evaluation(self.section, self.callbacks, prefixed(parts, "eval"))
             except _BrokenOffError:
@@ -392,13 +398,14 @@ class Trainer:
         is_best = (
             self.section.load_best_model_at_end and state.best_global_step == state.global_step
         )
-        self.saver.save(
-            state.global_step,
-            self.states,
-            companions={"trainer_state.json": self._state_file()},
-            **self.ranking,
-            insist=is_best or self._is_done(),
-        )
+        with self.world.progress.during(SAVING):
+            self.saver.save(
+                state.global_step,
+                self.states,
+                companions={"trainer_state.json": self._state_file()},
+                **self.ranking,
+                insist=is_best or self._is_done(),
+            )
 
     @property
     def ranking(self) -> dict[str, Any]:
@@ -422,7 +429,9 @@ class Trainer:
 
     def _collect(self, *, wait: bool = False) -> None:
         """Call the callbacks for saves that have been committed."""
-        for path in self.saver.wait() if wait else self.saver.poll():
+        with self.world.progress.during(SAVING):
+            paths = self.saver.wait() if wait else self.saver.poll()
+        for path in paths:
             self._progress.rollbacks = 0
             if self.world.is_main:  # the others know only of their own part
                 self.callbacks.emit_saved(step_of(path))

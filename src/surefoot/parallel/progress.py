@@ -1,0 +1,93 @@
+"""Marks of progress: what a rank does, and since when, in memory that its watchdog reads.
+
+A mark is some numbers written to shared memory, which costs less than a microsecond, and neither
+waits for anything nor depends on the watchdog.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ._watchdog import (
+    CALLBACKS,
+    COMPILES,
+    DATA,
+    EVALUATING,
+    MARKS,
+    MICRO_BATCH,
+    PHASE,
+    PHASES_AT,
+    SAVING,
+    SIZE,
+    STEP,
+    TEXT_AT,
+    TEXT_LENGTH,
+    TRAINING,
+    UPLOADING,
+)
+
+__all__ = ["CALLBACKS", "DATA", "EVALUATING", "SAVING", "TRAINING", "UPLOADING", "Progress"]
+
+
+class Progress:
+    """The marks of one rank, made by the thread that trains. Without a file, nobody reads them."""
+
+    def __init__(self, file: int | None = None) -> None:
+        """``file`` is a descriptor of at least ``SIZE`` bytes."""
+        self._memory = memoryview(bytearray(SIZE) if file is None else mmap.mmap(file, SIZE))
+        self._words = self._memory[:TEXT_AT].cast("d")
+        self._words[MICRO_BATCH] = -1
+        self._since, self._cpu = time.monotonic(), time.thread_time()
+
+    @contextmanager
+    def during(self, phase: int) -> Iterator[None]:
+        """A block in another phase, after which the phase before it goes on."""
+        before = int(self._words[PHASE])
+        self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def enter(self, phase: int) -> None:
+        """A phase begins, and the one before it ends."""
+        now, cpu, words = time.monotonic(), time.thread_time(), self._words
+        at, seconds = PHASES_AT + 3 * int(words[PHASE]), now - self._since
+        words[at] = max(words[at], seconds)
+        words[at + 1] += seconds
+        words[at + 2] += cpu - self._cpu
+        words[PHASE] = phase
+        words[MARKS] += 1
+        self._since, self._cpu = now, cpu
+
+    def may_compile(self) -> None:
+        """Any step may be one that compiles, and then takes long."""
+        self._words[COMPILES] = 1
+
+    def step(self, number: int) -> None:
+        """An optimizer step begins."""
+        self._words[STEP], self._words[MICRO_BATCH] = number, -1
+        self._words[TEXT_LENGTH] = 0
+        self._words[MARKS] += 1
+
+    def micro_batch(self, index: int, rows: str) -> None:
+        """A micro-batch begins, which is made of these rows."""
+        text = rows.encode()[: SIZE - TEXT_AT]
+        self._memory[TEXT_AT : TEXT_AT + len(text)] = text
+        self._words[TEXT_LENGTH], self._words[MICRO_BATCH] = len(text), index
+        self._words[MARKS] += 1
+
+    def tick(self) -> None:
+        """Something that is counted has been done: a batch of an evaluation, for one."""
+        self._words[MARKS] += 1
+
+    @property
+    def spent(self) -> tuple[float, float, float]:
+        """Seconds since the start: of preparing batches, of this thread's processor in training,
+        and of both phases in all."""
+        data, training = PHASES_AT + 3 * DATA, PHASES_AT + 3 * TRAINING
+        words = self._words
+        return words[data + 1], words[training + 2], words[data + 1] + words[training + 1]
