@@ -29,7 +29,8 @@ from typing import Any
 
 # The marks: 64 numbers (float64), then the rows as text. Stacks are appended behind them.
 SIZE, TEXT_AT, PHASES_AT = 4096, 512, 8
-MARKS, PHASE, STEP, MICRO_BATCH, TEXT_LENGTH, COMPILES = range(6)
+MARKS, PHASE, STEP, MICRO_BATCH, TEXT_LENGTH, TOKENS, RATE = range(7)
+SLOWEST, TOTAL, PROCESSOR, ALLOWED = range(4)  # of each phase, from PHASES_AT on
 PHASES = (
     *("starting", "preparing a batch", "training", "evaluating", "saving", "running callbacks"),
     "uploading",
@@ -38,7 +39,7 @@ STARTING, DATA, TRAINING, EVALUATING, SAVING, CALLBACKS, UPLOADING = range(len(P
 # Seconds without a mark, with `parallel.timeout: auto`. A save may wait 15 minutes for its writer
 # process (docs/how-to/resume.md), and one call of a callback or an upload may be long.
 LEAST = (1800.0, 120.0, 120.0, 600.0, 3600.0, 1800.0, 6 * 3600.0)
-FIRST = 1800.0  # as long as no step of a kind has been taken, and of one that may be compiled
+FIRST = 1800.0  # as long as no step of a kind has been taken
 FACTOR = 10.0  # times the slowest one so far
 MOVES_BYTES = (STARTING, SAVING, UPLOADING)  # where bytes that are read or written are progress
 LEAST_BYTES = 1 << 16  # a second; less may be a line of the log
@@ -118,13 +119,13 @@ def _at_odds(views: Sequence[View]) -> list[View]:
     return odd if odd and 2 * count > len(views) else list(views)
 
 
-def limit_of(phase: int, slowest: float, minutes: float | None, *, compiles: bool = False) -> float:
+def limit_of(phase: int, slowest: float, minutes: float | None, allowed: float = 0.0) -> float:
     """Seconds that a rank may need until its next mark. ``slowest``: the longest time that it has
-    spent in this phase at once; 0: it has never left it."""
+    spent in this phase at once, or needs for its tokens at its slowest rate; 0: the phase is its
+    first of this kind. ``allowed``: what the run takes for normal, at least."""
     if minutes is not None and phase != UPLOADING:
         return 60 * minutes
-    least = FIRST if not slowest or (compiles and phase == TRAINING) else 0.0
-    return max(LEAST[phase], least, FACTOR * slowest)
+    return max(LEAST[phase], allowed if slowest else FIRST, FACTOR * slowest)
 
 
 class Watch:
@@ -154,8 +155,11 @@ class Watch:
         view.phase, view.step = PHASES[phase], int(words[STEP])
         view.micro_batch = int(words[MICRO_BATCH])
         view.rows = str(self._bytes[TEXT_AT : TEXT_AT + int(words[TEXT_LENGTH])], "utf-8", "ignore")
-        slowest = words[PHASES_AT + 3 * phase]
-        view.limit = limit_of(phase, slowest, self.minutes, compiles=bool(words[COMPILES]))
+        at = PHASES_AT + 4 * phase
+        slowest, allowed = words[at + SLOWEST], words[at + ALLOWED]
+        if phase == TRAINING:  # a row may have a hundred times the tokens of those before it
+            slowest = max(slowest, words[RATE] * words[TOKENS])
+        view.limit = limit_of(phase, slowest, self.minutes, allowed)
         is_due = view.idle - self._looked > 0.2 * view.limit and view.idle > 0.8 * view.limit
         if is_due or self._looked < view.limit < view.idle:
             self._looked = view.idle
@@ -208,7 +212,8 @@ class Watch:
     def _stack(self) -> str:
         """The stacks of all threads; empty if the rank cannot write them any more."""
         os.ftruncate(self._file, SIZE)
-        self.send(DUMP)
+        if not self.send(DUMP):
+            return ""
         size, deadline = 0, time.monotonic() + 3.0
         while time.monotonic() < deadline:
             time.sleep(0.1)
@@ -217,11 +222,13 @@ class Watch:
                 break
         return os.pread(self._file, 1 << 17, SIZE).decode(errors="replace")
 
-    def send(self, number: int) -> None:
-        """Send a signal to the rank, if it still is the parent of this process."""
-        if os.getppid() == self.pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+    def send(self, number: int) -> bool:
+        """Send a signal to the rank; False if it is not the parent of this process any more."""
+        if os.getppid() != self.pid:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+        return True
 
     def end(self) -> None:
         """End the rank by the signal that is its exit code, or however it can be ended."""
@@ -396,7 +403,8 @@ class Watchdog:
                 peer.send({})
         guilty = blamed(views)
         self.held = self.held + 1 if guilty else 0
-        if self.held > 2:  # looks: the others may be about to say where they are
+        # The others may be about to say whether they wait for it.
+        if self.held > (2 if all(view.state for view in views) else _SILENT):
             self._report(guilty, views)
             for peer in self.peers:
                 peer.send({"end": [view.rank for view in guilty]})

@@ -12,19 +12,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ._watchdog import (
+    ALLOWED,
     CALLBACKS,
-    COMPILES,
     DATA,
     EVALUATING,
+    FIRST,
     MARKS,
     MICRO_BATCH,
     PHASE,
     PHASES_AT,
+    PROCESSOR,
+    RATE,
     SAVING,
     SIZE,
+    SLOWEST,
     STEP,
     TEXT_AT,
     TEXT_LENGTH,
+    TOKENS,
+    TOTAL,
     TRAINING,
     UPLOADING,
 )
@@ -41,6 +47,7 @@ class Progress:
         self._words = self._memory[:TEXT_AT].cast("d")
         self._words[MICRO_BATCH] = -1
         self._since, self._cpu = time.monotonic(), time.thread_time()
+        self._began: float | None = None  # of a micro-batch
 
     @contextmanager
     def during(self, phase: int) -> Iterator[None]:
@@ -55,17 +62,18 @@ class Progress:
     def enter(self, phase: int) -> None:
         """A phase begins, and the one before it ends."""
         now, cpu, words = time.monotonic(), time.thread_time(), self._words
-        at, seconds = PHASES_AT + 3 * int(words[PHASE]), now - self._since
-        words[at] = max(words[at], seconds)
-        words[at + 1] += seconds
-        words[at + 2] += cpu - self._cpu
+        at, seconds = PHASES_AT + 4 * int(words[PHASE]), now - self._since
+        words[at + SLOWEST] = max(words[at + SLOWEST], seconds)
+        words[at + TOTAL] += seconds
+        words[at + PROCESSOR] += cpu - self._cpu
         words[PHASE] = phase
         words[MARKS] += 1
         self._since, self._cpu = now, cpu
+        self._end_micro_batch(now)
 
-    def may_compile(self) -> None:
-        """Any step may be one that compiles, and then takes long."""
-        self._words[COMPILES] = 1
+    def allow_long(self, phase: int) -> None:
+        """What this phase does may take long at any time: a step that compiles, for one."""
+        self._words[PHASES_AT + 4 * phase + ALLOWED] = FIRST
 
     def step(self, number: int) -> None:
         """An optimizer step begins."""
@@ -73,12 +81,21 @@ class Progress:
         self._words[TEXT_LENGTH] = 0
         self._words[MARKS] += 1
 
-    def micro_batch(self, index: int, rows: str) -> None:
+    def micro_batch(self, index: int, rows: str, num_tokens: int) -> None:
         """A micro-batch begins, which is made of these rows."""
+        self._end_micro_batch(now := time.monotonic())
+        self._words[TOKENS], self._began = num_tokens, now
         text = rows.encode()[: SIZE - TEXT_AT]
         self._memory[TEXT_AT : TEXT_AT + len(text)] = text
         self._words[TEXT_LENGTH], self._words[MICRO_BATCH] = len(text), index
         self._words[MARKS] += 1
+
+    def _end_micro_batch(self, now: float) -> None:
+        """Note the time for each of its tokens, if one has begun."""
+        words = self._words
+        if self._began is not None and words[TOKENS]:
+            words[RATE] = max(words[RATE], (now - self._began) / words[TOKENS])
+        self._began = None
 
     def tick(self) -> None:
         """Something that is counted has been done: a batch of an evaluation, for one."""
@@ -88,6 +105,6 @@ class Progress:
     def spent(self) -> tuple[float, float, float]:
         """Seconds since the start: of preparing batches, of this thread's processor in training,
         and of both phases in all."""
-        data, training = PHASES_AT + 3 * DATA, PHASES_AT + 3 * TRAINING
-        words = self._words
-        return words[data + 1], words[training + 2], words[data + 1] + words[training + 1]
+        data, training, words = PHASES_AT + 4 * DATA, PHASES_AT + 4 * TRAINING, self._words
+        seconds = words[data + TOTAL]
+        return seconds, words[training + PROCESSOR], seconds + words[training + TOTAL]

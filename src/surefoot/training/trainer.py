@@ -245,7 +245,8 @@ class Trainer:
 
         def before(index: int) -> None:
             self._progress.micro_batch = index
-            self.world.progress.micro_batch(index, self._rows())
+            tokens = window[index % len(window)].num_tokens  # a pipeline counts its stages, too
+            self.world.progress.micro_batch(index, self._rows(), tokens)
             # Dropout of a micro-batch is that of a run that was never stopped, rolled back or
             # split: it depends on no number drawn before.
             seed_everything(self.section.seed, step, index, *self.world.draws)
