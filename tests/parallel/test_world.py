@@ -8,9 +8,10 @@ import pytest
 
 import ranks
 from surefoot import log
-from surefoot.errors import LostPeerError, RunError
+from surefoot.errors import LostPeerError, RecipeError, RunError
 from surefoot.parallel.section import ParallelSection, launched
 from surefoot.parallel.world import ALONE, World, connected, joined
+from surefoot.recipe.recipe import read
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a"}
 SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "MASTER_ADDR": "a"}
@@ -65,12 +66,23 @@ def test_axes_that_do_not_fit_are_named():
         {"pp": 0},
         {"pp_stages_per_rank": 2},  # of schedule 1f1b
         {"max_restarts": -1},
-        {"timeout_minutes": 0},
+        {"timeout": 0},
     ],
 )
 def test_nonsense_is_refused(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         ParallelSection(**settings)
+
+
+def test_the_timeout_of_older_recipes_is_the_default_or_names_the_key_of_today():
+    old = {"model": {"path": "m"}, "data": {"datasets": ["d"]}, "stage": "sft"}
+    old["train"] = {"output_dir": "run"}
+    assert read({**old, "parallel": {"timeout_minutes": 10.0}}).parallel.timeout == "auto"
+    with pytest.raises(RecipeError, match=r"parallel.timeout_minutes: .*did you mean timeout"):
+        read({**old, "parallel": {"timeout_minutes": 30.0}})
+    assert read({**old, "parallel": {"timeout": 30}}).parallel.timeout == 30
+    with pytest.raises(RecipeError, match=r"parallel.timeout: expected a number or auto"):
+        read({**old, "parallel": {"timeout": "soon"}})
 
 
 def test_those_who_work_on_the_same_examples_have_one_share_of_them():
@@ -131,7 +143,7 @@ def test_a_rank_that_waits_for_others_says_for_whom_and_what_to_do(monkeypatch, 
     monkeypatch.setattr(log, "SPEAKS_AFTER", 0.05)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "0")
-    few = ParallelSection(timeout_minutes=0.01)
+    few = ParallelSection(timeout=0.01)
     with pytest.raises(LostPeerError), connected(few, 0, 2):
         pass
     said = "waiting for rank 1 of 2 at 127.0.0.1:0, for up to 0.01 minutes (parallel.timeout"

@@ -158,7 +158,7 @@ class Watch:
         at = PHASES_AT + 4 * phase
         slowest, allowed = words[at + SLOWEST], words[at + ALLOWED]
         if phase == TRAINING:  # a row may have a hundred times the tokens of those before it
-            slowest = max(slowest, words[RATE] * words[TOKENS])
+            slowest = max(slowest, min(FIRST / FACTOR, words[RATE] * words[TOKENS]))
         view.limit = limit_of(phase, slowest, self.minutes, allowed)
         is_due = view.idle - self._looked > 0.2 * view.limit and view.idle > 0.8 * view.limit
         if is_due or self._looked < view.limit < view.idle:
@@ -288,7 +288,7 @@ class Peer:
     def __init__(self, connection: socket.socket) -> None:
         self.socket, self._unread = connection, b""
         self.rank: int | None = None  # once it has shown the token
-        self.is_open = True
+        self.is_open, self.has_ended = True, False  # the latter: its rank
         connection.settimeout(1.0)
 
     def send(self, message: Message) -> None:
@@ -325,7 +325,7 @@ class Watchdog:
         self.peers: list[Peer] = []
         self.judge: Peer | None = None
         self.unheard = 0.0  # seconds since a word from the judge
-        self.views = {rank: View(rank, "?", state="silent") for rank in range(self.size)}
+        self.views = {rank: View(rank, "?") for rank in range(self.size)}
         self.server: socket.socket | None = None
         self.held = 0  # looks in a row at which the same ranks are to blame
         self.was_suspended = False
@@ -356,7 +356,9 @@ class Watchdog:
             sources += [each.socket for each in self._connections()]
             ready = select.select(sources, [], [], max(0.0, due - time.monotonic()))[0]
             if sys.stdin in ready or os.getppid() != self.watch.pid:
-                return  # the rank has ended, or is about to
+                for each in self._connections():
+                    each.send({"ended": self.rank})  # else it is this process that was killed
+                return
             if self.server in ready and self.server is not None:
                 self.peers.append(Peer(self.server.accept()[0]))
             for each in self._connections():
@@ -374,6 +376,7 @@ class Watchdog:
         return [each for each in every if each.is_open]
 
     def _take(self, peer: Peer, message: Message) -> None:
+        peer.has_ended |= "ended" in message
         if peer is self.judge:
             self.unheard = 0.0
             if "end" in message:
@@ -413,17 +416,14 @@ class Watchdog:
     def _known(self, seconds: float) -> list[View]:
         """What is known of every rank; of those that do not report, that they do not."""
         if self.rank:  # the judge is gone
-            is_closed = self.judge is not None and not self.judge.is_open
-            state, host = "ended" if is_closed else "silent", (self.order["judge"] or ["?"])[0]
-            return [View(0, host, state=state, unheard=self.unheard), self.watch.view]
-        for rank, view in self.views.items():
-            if rank and view.state != "ended":
+            first = View(0, (self.order["judge"] or ["?"])[0], unheard=self.unheard)
+            first.state = _state_of(self.judge, self.unheard > _SILENT * self.tick)
+            return [first, self.watch.view]
+        for peer in self.peers:
+            if peer.rank is not None and (view := self.views[peer.rank]).state != "ended":
                 view.unheard += seconds
-                peer = next((each for each in self.peers if each.rank == rank), None)
-                if peer is not None and not peer.is_open:
-                    view.state = "ended"
-                elif view.unheard > _SILENT * self.tick:
-                    view.state = "silent"
+                if not peer.is_open or view.unheard > _SILENT * self.tick:
+                    view.state = _state_of(peer, True)
         return list(self.views.values())
 
     def _warn_of_suspension(self) -> None:
@@ -464,6 +464,13 @@ class Watchdog:
         os._exit(0)
 
 
+def _state_of(peer: Peer | None, is_silent: bool) -> str:
+    """The state of a rank whose watchdog reports no more; unknown if only that one was killed."""
+    if peer is None or not (peer.is_open or peer.has_ended):
+        return ""
+    return "ended" if peer.has_ended else "silent" if is_silent else ""
+
+
 def message_of(guilty: Sequence[View], waiting: Sequence[int], size: int, report: Path) -> str:
     """What is said of a hang: who, where, what for, on which rows, who waits, and what to do."""
     lines = []
@@ -498,7 +505,7 @@ def message_of(guilty: Sequence[View], waiting: Sequence[int], size: int, report
 
 _WHY = {
     "running": "it is at {place}",
-    "waiting": "it waits for other ranks at {place}",
+    "waiting": "it waits for other ranks, or for its device, at {place}",
     "stopped": "it is stopped (SIGSTOP or job control)",
     "blocked": "it waits for a disk or a device, at {place}",
     "ended": "its process has ended; its own message says why",

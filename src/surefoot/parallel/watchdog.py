@@ -96,9 +96,11 @@ def _start(world: World, section: ParallelSection, folder: Path, memory: int) ->
         order["listen"] = None if world.size == 1 else "127.0.0.1" if is_local else ""
         child = _started(order)
         judge = None
-        if child is not None and world.size > 1 and (answer := child.answer(30.0)) is not None:
-            judge = ["127.0.0.1" if is_local else _address(), answer["port"]]
-            child.send({"hosts": hosts})
+        if child is not None and world.size > 1:
+            with contextlib.suppress(EOFError):
+                if (answer := child.answer(30.0)) is not None:
+                    judge = ["127.0.0.1" if is_local else _address(), answer["port"]]
+                    child.send({"hosts": hosts})
         world.from_main((judge, order["token"]))
         return child
     judge, token = world.from_main(None)

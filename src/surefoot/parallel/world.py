@@ -8,6 +8,7 @@ import ctypes
 import os
 import re
 import signal
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -231,6 +232,11 @@ def connected(section: ParallelSection, rank: int, size: int, local: int = 0) ->
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda":
         torch.cuda.set_device(local)
+        # NCCL keeps its last collectives; the watchdog has them written by its pipe.
+        stem = f"{tempfile.gettempdir()}/surefoot-{os.environ.get('MASTER_PORT')}"
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{stem}-nccl-rank-")
+        os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", f"{stem}-pipe-rank-")
     try:
         with explain_peer_loss(rank):
             with announced(_WAIT, *_waited_for(rank, size), section.join_minutes):
