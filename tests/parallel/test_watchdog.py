@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -23,6 +24,7 @@ from surefoot.parallel._watchdog import (
     STARTING,
     TRAINING,
     UPLOADING,
+    Peer,
     View,
     Watch,
     blamed,
@@ -276,3 +278,18 @@ def test_a_mark_costs_a_microsecond_at_most():
     for _ in range(10_000):
         progress.tick()
     assert time.process_time() - began < 0.05  # 0.2 us each on a quiet machine
+
+
+@pytest.mark.parametrize("garbage", [b"[1]\n", b"x\n", b"[" * 100_000 + b"\n", b"y" * (1 << 21)])
+def test_what_is_no_message_closes_the_connection(garbage):
+    ours, theirs = socket.socketpair()
+    peer = Peer(ours)
+    sender = threading.Thread(target=theirs.sendall, args=(garbage,))
+    sender.start()
+    messages = []
+    while peer.is_open:
+        messages += peer.receive()
+    sender.join()
+    theirs.close()
+    ours.close()
+    assert messages == []

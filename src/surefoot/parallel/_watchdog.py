@@ -15,6 +15,7 @@ import json
 import mmap
 import os
 import re
+import resource
 import select
 import signal
 import socket
@@ -309,7 +310,7 @@ class Peer:
             self.is_open = False
         try:
             return [dict(json.loads(line)) for line in lines]
-        except ValueError:  # a stranger
+        except (ValueError, TypeError, RecursionError):  # a stranger
             self.is_open = False
             return []
 
@@ -333,7 +334,8 @@ class Watchdog:
     def connect(self) -> None:
         """Listen to the other watchdogs, or connect to that of rank 0."""
         if self.order["listen"] is not None:
-            self.server = socket.create_server((self.order["listen"], 0))
+            self.server = socket.create_server((self.order["listen"], 0), backlog=self.size)
+            self.server.setblocking(False)
             os.write(1, json.dumps({"port": self.server.getsockname()[1]}).encode() + b"\n")
             for rank, host in enumerate(json.loads(sys.stdin.buffer.readline())["hosts"]):
                 self.views[rank].host = host
@@ -353,16 +355,19 @@ class Watchdog:
         due = last + self.tick
         while True:
             sources: list[Any] = [sys.stdin, *([self.server] if self.server else [])]
-            sources += [each.socket for each in self._connections()]
-            ready = select.select(sources, [], [], max(0.0, due - time.monotonic()))[0]
-            if sys.stdin in ready or os.getppid() != self.watch.pid:
+            poll = select.poll()  # there may be more than `select` can take
+            for source in [*sources, *(each.socket for each in self._connections())]:
+                poll.register(source, select.POLLIN)
+            ready = {number for number, _ in poll.poll(1000 * max(0.0, due - time.monotonic()))}
+            if sys.stdin.fileno() in ready or os.getppid() != self.watch.pid:
                 for each in self._connections():
                     each.send({"ended": self.rank})  # else it is this process that was killed
                 return
-            if self.server in ready and self.server is not None:
-                self.peers.append(Peer(self.server.accept()[0]))
+            if self.server is not None and self.server.fileno() in ready:
+                with contextlib.suppress(OSError):  # it has hung up
+                    self.peers.append(Peer(self.server.accept()[0]))
             for each in self._connections():
-                if each.socket in ready:
+                if each.socket.fileno() in ready:
                     for message in each.receive():
                         self._take(each, message)
             if (now := time.monotonic()) >= due:
@@ -383,7 +388,8 @@ class Watchdog:
                 self._end(self.rank in message["end"])
         elif peer.rank is None:
             # What is not of this run may connect as well; it learns nothing.
-            if not hmac.compare_digest(str(message.get("token")), self.order["token"]):
+            token = str(message.get("token")).encode(errors="replace")
+            if not hmac.compare_digest(token, self.order["token"].encode()):
                 peer.is_open = False
                 peer.socket.close()
                 return
@@ -551,6 +557,8 @@ def main() -> None:
     """Watch the parent of this process, as the line on standard input says."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # they are for the rank; this ends with it
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one for each rank
     dog = Watchdog(json.loads(sys.stdin.buffer.readline()))
     dog.connect()
     dog.run()
