@@ -1,7 +1,7 @@
 """Watchdog process of one rank: notices that the rank makes no progress, finds out with the
 watchdogs of the other ranks which rank is to blame, reports it, and ends the run.
 
-It is run by its path and imports nothing of Surefoot, so that it starts in 30 ms. It reads the
+It is run by its path and imports nothing of Surefoot, so that it starts in 0.1 s. It reads the
 marks that the rank leaves in shared memory, and what the system knows of its threads. That of rank
 0 judges: the others send it what they see once a second. So an answer needs neither the
 interpreter of a rank that hangs, nor a disk, nor the process group.

@@ -208,7 +208,8 @@ def read(
 
 def _names() -> Mapping[str, str]:
     """What to say of unknown keys: what plugins know of other programs' settings."""
-    return {name: hint for hints in HINTS.values() for name, hint in hints().items()}
+    of_plugins = {name: hint for hints in HINTS.values() for name, hint in hints().items()}
+    return {**of_plugins, "parallel.timeout_minutes": " (now parallel.timeout, in minutes too)"}
 
 
 def _without_gone(document: Document) -> Document:
