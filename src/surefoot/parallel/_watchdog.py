@@ -94,7 +94,7 @@ def blamed(views: Sequence[View]) -> list[View]:
         return []
     if all(view.state == "stopped" for view in views):
         return []  # somebody has suspended the run
-    # A rank that waited for others begins anew: what held it up may be over, and it is at work.
+    # A rank that waited for others gets its full time again: what held it up may be over, and it is at work.
     busy = [v for v in late if v.state in ("running", "blocked", "stopped") and v.working > v.limit]
     if busy:
         return busy
@@ -478,7 +478,7 @@ def _state_of(peer: Peer | None, is_silent: bool) -> str:
 
 
 def message_of(guilty: Sequence[View], waiting: Sequence[int], size: int, report: Path) -> str:
-    """What is said of a hang: who, where, what for, on which rows, who waits, and what to do."""
+    """The message about a hang: who, where, what for, on which rows, who waits, what to do."""
     lines = []
     for view in guilty[:4]:
         who = f"rank {view.rank} of {size}" if size > 1 else "the run"

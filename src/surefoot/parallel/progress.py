@@ -30,7 +30,7 @@ class Progress:
 
     @contextmanager
     def during(self, phase: int) -> Iterator[None]:
-        """A block in another phase, after which the phase before it goes on."""
+        """A block in another phase, after which the phase before it continues."""
         before = int(self._words[marks.PHASE])
         self.enter(phase)
         try:
