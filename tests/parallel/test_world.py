@@ -81,7 +81,7 @@ def test_the_timeout_of_older_recipes_is_the_default_or_names_the_key_of_today()
     with pytest.raises(RecipeError, match=r"parallel.timeout_minutes: .*now parallel.timeout"):
         read({**old, "parallel": {"timeout_minutes": 30.0}})
     assert read({**old, "parallel": {"timeout": 30}}).parallel.timeout == 30
-    with pytest.raises(RecipeError, match=r"parallel.timeout: expected a number or auto"):
+    with pytest.raises(RecipeError, match=r"parallel.timeout: expected a number or one of auto"):
         read({**old, "parallel": {"timeout": "soon"}})
 
 

@@ -94,7 +94,7 @@ def blamed(views: Sequence[View]) -> list[View]:
         return []
     if all(view.state == "stopped" for view in views):
         return []  # somebody has suspended the run
-    # A rank that waited for others gets its full time again: what held it up may be over, and it is at work.
+    # A rank that waited for others gets its full time again: what held it up may be over.
     busy = [v for v in late if v.state in ("running", "blocked", "stopped") and v.working > v.limit]
     if busy:
         return busy
