@@ -23,6 +23,7 @@ from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU, Signals
 
 SKIPPED_STEPS = 3  # exit code of a run that has ended, but has skipped steps (train.on_nan)
 OUT_OF_MEMORY = 4  # exit code of a rank for which all ranks start again with less
+HUNG = 40  # exit code of a rank that made no progress; above 32, as it is a signal, too
 # What stops a run, which saves first. SIGHUP: the terminal was closed. SIGUSR1 and SIGUSR2: the
 # warnings of SLURM and of Grid Engine before the time limit. SIGXCPU: the limit of CPU time.
 STOP_SIGNALS = (SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2, SIGXCPU)

@@ -50,7 +50,7 @@ def one_rank(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # the only one of a machine without network
     for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
-    with connected(ParallelSection(num_processes=1, timeout_minutes=1), 0, 1) as world:
+    with connected(ParallelSection(num_processes=1, timeout=1), 0, 1) as world:
         yield world
 
 

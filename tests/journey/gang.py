@@ -51,6 +51,12 @@ def children(pid):
         return []
 
 
+def is_watchdog(pid):
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return "_watchdog" in Path(f"/proc/{pid}/cmdline").read_text()
+    return False
+
+
 def num_logged(project):
     path = project.run / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
@@ -66,7 +72,7 @@ def is_there(pid):
 def choose(launcher, count, rng):
     """Whom to kill: its kind and its number."""
     ranks = children(launcher) if count > 1 else [launcher]
-    writers = [pid for rank in ranks for pid in children(rank)]
+    writers = [pid for rank in ranks for pid in children(rank) if not is_watchdog(pid)]
     kinds = {"writer": writers, "rank": ranks, "launcher": [launcher] if count > 1 else []}
     kind = rng.choice([kind for kind, pids in kinds.items() if pids] or ["launcher"])
     return kind, rng.choice(kinds[kind] or [launcher])

@@ -71,6 +71,7 @@ def test_a_killed_process_ends_the_others():
         ("os.kill(os.getpid(), 11)", r"rank 1 was killed by SIGSEGV .*same command to resume"),
         ("sys.exit(1)", "rank 1 ended with exit code 1; its own message says why"),
         ("sys.exit(2)", "^$"),  # an error of the user's, which it has explained
+        ("sys.exit(40)", "^$"),  # a hang, which its watchdog has explained
     ],
 )
 def test_the_rank_that_failed_is_named(ending, said, caplog):

@@ -11,9 +11,10 @@ import pytest
 import commands
 import ranks
 from surefoot import log
-from surefoot.errors import LostPeerError, RunError
+from surefoot.errors import LostPeerError, RecipeError, RunError
 from surefoot.parallel.section import ParallelSection, launched, name_ranks
 from surefoot.parallel.world import ALONE, World, connected, gpu_of, joined
+from surefoot.recipe.recipe import read
 
 logger = logging.getLogger("surefoot")
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a"}
@@ -118,12 +119,23 @@ def test_axes_that_do_not_fit_are_named():
         {"pp": 0},
         {"pp_stages_per_rank": 2},  # of schedule 1f1b
         {"max_restarts": -1},
-        {"timeout_minutes": 0},
+        {"timeout": 0},
     ],
 )
 def test_nonsense_is_refused(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         ParallelSection(**settings)
+
+
+def test_the_timeout_of_older_recipes_is_the_default_or_names_the_key_of_today():
+    old = {"model": {"path": "m"}, "data": {"datasets": ["d"]}, "stage": "sft"}
+    old["train"] = {"output_dir": "run"}
+    assert read({**old, "parallel": {"timeout_minutes": 10.0}}).parallel.timeout == "auto"
+    with pytest.raises(RecipeError, match=r"parallel.timeout_minutes: .*now parallel.timeout"):
+        read({**old, "parallel": {"timeout_minutes": 30.0}})
+    assert read({**old, "parallel": {"timeout": 30}}).parallel.timeout == 30
+    with pytest.raises(RecipeError, match=r"parallel.timeout: expected a number or one of auto"):
+        read({**old, "parallel": {"timeout": "soon"}})
 
 
 def test_those_who_work_on_the_same_examples_have_one_share_of_them():
@@ -195,7 +207,7 @@ def test_a_rank_that_waits_for_others_says_for_whom_and_what_to_do(monkeypatch, 
     monkeypatch.setattr(log, "SPEAKS_AFTER", 0.05)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "0")
-    few = ParallelSection(timeout_minutes=0.01)
+    few = ParallelSection(timeout=0.01)
     with pytest.raises(LostPeerError), connected(few, 0, 2):
         pass
     said = "waiting for rank 1 of 2 at 127.0.0.1:0, for up to 0.01 minutes (parallel.timeout"

@@ -49,7 +49,8 @@ def train(recipe: str, overrides: tuple[str, ...], trust_pickle: bool) -> None:
     If train.output_dir contains a checkpoint, training resumes from the latest one that passes
     verification. On Ctrl-C, SIGTERM, SIGHUP (the terminal was closed), SIGUSR1, SIGUSR2 or SIGXCPU
     it finishes the step, saves, and exits with 128 + the signal's number. It exits with 3 if it has
-    ended, but has skipped steps, as train.on_nan allows.
+    ended, but has skipped steps, as train.on_nan allows, and with 40 if a rank hangs
+    (parallel.timeout).
     """
     words = (recipe, *overrides)
     loaded, converted = _load(words)  # errors come before the slow imports

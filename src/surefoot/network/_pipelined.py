@@ -90,12 +90,10 @@ class PipelinedModel:
         self, section: ParallelSection, precision: PrecisionName, cuts: Mapping[str, Cuts]
     ) -> Pipeline:
         """The pipeline; a collective call."""
-        model, stages, minutes = self.model, self.stages, section.timeout_minutes
+        model, stages = self.model, self.stages
         size = stages.parts.model.config.get_text_config().hidden_size
         device = next(model.parameters()).device
-        links = connect(
-            self.world, num_parts=section.num_parts, device=device, timeout_minutes=minutes
-        )
+        links = connect(self.world, num_parts=section.num_parts, device=device)
 
         def advance(stage: int, batch: Batch, hidden: torch.Tensor | None) -> torch.Tensor:
             with autocast(precision, device), stages.only(stage):
@@ -106,7 +104,7 @@ class PipelinedModel:
         if any(self.world.of_stages(self.tied)):
             self._check_tied(cuts)
             parameter = None if self.tied is None else model.get_parameter(self.tied)
-            tied = tie(self.world, parameter, timeout_minutes=minutes)
+            tied = tie(self.world, parameter)
         return Pipeline(
             links,
             section.pp_schedule,

@@ -7,6 +7,7 @@ run. So its error is the one shown, and not the connection errors of the others.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -20,7 +21,7 @@ from types import FrameType
 
 import torch
 
-from ..errors import OUT_OF_MEMORY, SKIPPED_STEPS, STOP_SIGNALS, RunError
+from ..errors import HUNG, OUT_OF_MEMORY, SKIPPED_STEPS, STOP_SIGNALS, RunError
 from ..storage.child import LAUNCHER
 from .section import ParallelSection, launched
 from .sharding import AXES
@@ -178,13 +179,14 @@ class _ProcessGroup:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait()
+                with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for a disk
+                    process.wait(_GRACE)
 
 
 def _report(rank: int, code: int) -> None:
     """Say which rank ended the run; an error that it could explain, it has explained itself."""
     if code >= 0:
-        if code != _USER_ERROR:
+        if code not in (_USER_ERROR, HUNG):
             logger.error("rank %d ended with exit code %d; its own message says why", rank, code)
         return
     how = f"{signal.Signals(-code).name}{_WHY.get(signal.Signals(-code), '')}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from datetime import timedelta
 from functools import cached_property
 from itertools import chain, pairwise, zip_longest
 from typing import Literal, TypeVar
@@ -75,12 +74,12 @@ class TiedWeight:
         dist.all_reduce(local(self.parameter.grad), group=self.group)
 
 
-def tie(world: World, parameter: nn.Parameter | None, *, timeout_minutes: float) -> TiedWeight:
+def tie(world: World, parameter: nn.Parameter | None) -> TiedWeight:
     """Connect the first and the last stage of each pipeline. A collective call."""
     group_of_ends = None
     for ranks in pipelines(world):
         ends = [ranks[0], ranks[-1]]
-        group = dist.new_group(ends, timeout=timedelta(minutes=timeout_minutes))
+        group = dist.new_group(ends, timeout=world.timeout)
         if world.rank in ends:
             group_of_ends = group
     return TiedWeight(parameter, group_of_ends)
@@ -382,14 +381,13 @@ def pipelines(world: World) -> list[list[int]]:
     return rows
 
 
-def connect(world: World, *, num_parts: int, device: torch.device, timeout_minutes: float) -> Links:
+def connect(world: World, *, num_parts: int, device: torch.device) -> Links:
     """The links of this rank. A collective call."""
-    timeout = timedelta(minutes=timeout_minutes)
     routes: list[_Route] = [("forward", False), ("backward", False)]
     if num_parts > 1:
         routes += [("forward", True), ("backward", True)]
     for ranks in pipelines(world):
-        route_groups = {route: dist.new_group(ranks, timeout=timeout) for route in routes}
+        route_groups = {route: dist.new_group(ranks, timeout=world.timeout) for route in routes}
         if world.rank in ranks:
             ranks_of_pipeline, groups = ranks, route_groups
     return Links(ranks_of_pipeline, world.pp_rank, num_parts * world.pp, device, groups)

@@ -48,14 +48,16 @@ class ParallelSection:
     max_restarts: int = 0
     """How often the ranks of this machine are restarted after one has died; they resume from the
     latest checkpoint."""
-    timeout_minutes: float = 10.0
-    """How long a rank waits for another one before it fails."""
+    timeout: float | Literal["auto"] = "auto"
+    """Minutes without progress after which the run ends, and names the rank that hangs. ``auto``:
+    ten times the slowest step so far, at least 2; longer to start, evaluate and save."""
 
     def __post_init__(self) -> None:
         axes = ("num_processes", "dp_replicate", "dp_shard", "tp", "pp", "pp_stages_per_rank")
         must(self, "be at least 1", *axes)
         must(self, "not be negative", "max_restarts")
-        must(self, "be positive", "timeout_minutes")
+        if self.timeout != "auto":
+            must(self, "be positive", "timeout")
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("sequence_parallel needs tp of at least 2, got 1")
         if self.pp_schedule != "interleaved" and (self.pp_stages_per_rank or 1) > 1:
@@ -65,6 +67,11 @@ class ParallelSection:
             )
         if self.num_processes is not None:
             self.axes(self.num_processes)  # which refuses what does not fit
+
+    @property
+    def join_minutes(self) -> float:
+        """How long a rank waits for the others to start."""
+        return 10.0 if self.timeout == "auto" else self.timeout
 
     @property
     def num_parts(self) -> int:

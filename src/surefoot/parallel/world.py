@@ -8,8 +8,9 @@ import ctypes
 import os
 import re
 import signal
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar, cast
 
@@ -23,13 +24,14 @@ from ..errors import LostPeerError, RunError, SurefootError, counted
 from ..log import announced
 from ..storage.child import LAUNCHER
 from ..storage.memory import allocator_message, is_out_of_memory
+from .progress import Progress
 from .section import ParallelSection, launched, name_ranks
 from .sharding import AXES
 
 _PLACE = re.compile(r"^\[[^]]*\.cc:\d+\] ")
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _WAIT = (
-    "%s of %d at %s, for up to %g minutes (parallel.timeout_minutes). WORLD_SIZE, RANK and "
+    "%s of %d at %s, for up to %g minutes (parallel.timeout). WORLD_SIZE, RANK and "
     "MASTER_ADDR, or SLURM's names of them, are in the environment: if no launcher has started "
     "this process, unset MASTER_ADDR"
 )
@@ -46,6 +48,8 @@ class World:
     mesh: DeviceMesh | None = None
     patient: dist.ProcessGroup | None = None  # all of them, to wait in for the main one
     local_rank: int = 0  # among the ranks of its machine
+    timeout: timedelta = timedelta(minutes=10)  # of collectives
+    progress: Progress = field(default_factory=Progress, compare=False, repr=False)
 
     @property
     def is_main(self) -> bool:
@@ -254,23 +258,37 @@ def connected(section: ParallelSection, rank: int, size: int, local: int = 0) ->
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda":
         torch.cuda.set_device(gpu_of(local, torch.cuda.device_count()))
+        # NCCL keeps its last collectives; the watchdog has them written by its pipe.
+        stem = f"{tempfile.gettempdir()}/surefoot-{os.environ.get('MASTER_PORT')}"
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{stem}-nccl-rank-")
+        os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", f"{stem}-pipe-rank-")
     try:
         with explain_peer_loss(rank):
-            with announced(_WAIT, *_waited_for(rank, size), section.timeout_minutes):
+            with announced(_WAIT, *_waited_for(rank, size), section.join_minutes):
                 dist.init_process_group(
                     "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
                     rank=rank,
                     world_size=size,
-                    timeout=timedelta(minutes=section.timeout_minutes),
+                    timeout=timedelta(minutes=section.join_minutes),
                 )
             mesh = init_device_mesh(kind, tuple(section.axes(size).values()), mesh_dim_names=AXES)
             # What one rank does for all may take hours; the timeout of the other group is there to
             # find ranks that hang (docs/decisions/0030).
             patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
-            yield World(rank, size, mesh, patient, local)
+            timeout = timedelta(minutes=section.join_minutes)
+            yield World(rank, size, mesh, patient, local, timeout)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def be_patient(world: World) -> World:
+    """Let collectives of all groups wait for as long as the main rank may take."""
+    assert world.mesh is not None
+    for group in (None, *world.mesh.get_all_groups()):  # as torchtitan's set_pg_timeouts
+        dist.distributed_c10d._set_pg_timeout(_PATIENCE, group)
+    return replace(world, timeout=_PATIENCE)
 
 
 def _waited_for(rank: int, size: int) -> tuple[str, int, str]:

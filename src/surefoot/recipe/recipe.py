@@ -53,7 +53,11 @@ if TYPE_CHECKING:
 HINTS: Mapping[str, Callable[[], Mapping[str, str]]] = Extended("hints", {})
 # Settings that this version no longer has, and the value at which it does the same without them:
 # a run outlives the version that began it, and so does the recipe in its folder.
-GONE = {("train", "hub"): "huggingface", ("model", "shifted_attention_group"): None}
+GONE: Mapping[tuple[str, str], object] = {
+    ("train", "hub"): "huggingface",
+    ("model", "shifted_attention_group"): None,
+    ("parallel", "timeout_minutes"): 10.0,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +210,8 @@ def read(
 
 def _names() -> Mapping[str, str]:
     """What to say of unknown keys: what plugins know of other programs' settings."""
-    return {name: hint for hints in HINTS.values() for name, hint in hints().items()}
+    of_plugins = {name: hint for hints in HINTS.values() for name, hint in hints().items()}
+    return {**of_plugins, "parallel.timeout_minutes": " (now parallel.timeout, in minutes too)"}
 
 
 def _without_gone(document: Document) -> Document:

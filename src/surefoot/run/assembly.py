@@ -18,6 +18,7 @@ from ..model import weights
 from ..model.base_identity import BaseModel
 from ..model.numerics import keep_freed_memory, seed_everything, use_deterministic_kernels
 from ..network.network import Network
+from ..parallel.progress import DATA, TRAINING
 from ..parallel.world import ALONE, World
 from ..recipe.files import RUN_RECIPE
 from ..recipe.recipe import Recipe, dump
@@ -141,6 +142,10 @@ def build(
     is_compiled = recipe.model.compile
     standard = standard_callbacks(recipe.train, saving, is_compiled=is_compiled, world=world)
     members = [*([] if trial else standard), *callbacks]
+    if is_compiled:
+        world.progress.allow_long(TRAINING)
+    if recipe.stage.max_new_tokens:
+        world.progress.allow_long(DATA)  # responses may be much longer than those before
     trainer = build_trainer(recipe, codec, networks, columns, saver, members, feeder, trial=trial)
     if start is not None:
         start.restore(trainer, base)
@@ -247,7 +252,7 @@ def build_trainer(
         evals=columns.evals,
         evaluation=evaluation,
         saver=saver,
-        callbacks=Callbacks(args, state, control, members),
+        callbacks=Callbacks(args, state, control, members, world.progress),
         state=state,
         control=control,
         interval=LogAccumulator(state, policy.num_parameters),

@@ -18,6 +18,8 @@ from ..checkpoint.loading import load as load_checkpoint
 from ..errors import CheckpointError, RunError
 from ..model.loading import device
 from ..model.section import ModelSection
+from ..parallel.progress import UPLOADING
+from ..parallel.watchdog import watched
 from ..parallel.world import World, explain_peer_loss, joined
 from ..recipe.recipe import Recipe, load, read
 from ..recipe.recipe_data import find_base, settled, with_batch_sizes
@@ -143,7 +145,10 @@ def run(
     it is that of this process, which says nothing in a worker of a cluster. ``began`` is when the
     launch did, in seconds since 1970, if that was before this call."""
     began = time.time() if began is None else began
-    with joined(recipe.parallel) as world:
+    with (
+        joined(recipe.parallel) as joined_world,
+        watched(joined_world, recipe.parallel, recipe.train.folder) as world,
+    ):
         recipe, note = with_batch_sizes(recipe, world.num_data_ranks)
         if note is not None:
             logger.info("%s", note)
@@ -198,6 +203,7 @@ def _run(
             with mirror or nullcontext(), uploads or nullcontext(), launch.before_uploads():
                 outcome = _fit(trainer, tries_heaviest=tries_heaviest)
                 launch.ended(outcome.state, outcome.signal)
+                world.progress.enter(UPLOADING)  # also at the end of the blocks
                 if uploads is not None:
                     uploads.finish(is_complete=trainer.state.is_complete)
                 return outcome
@@ -226,6 +232,7 @@ def _fit(trainer: Trainer, *, tries_heaviest: bool = False) -> Outcome:
         trainer.fit()
         _must_be_saved(trainer)
         finish(trainer)
+        trainer.world.progress.enter(UPLOADING)
         trainer.saver.finish(**trainer.ranking)
     return outcome_of(trainer)
 

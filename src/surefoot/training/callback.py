@@ -14,6 +14,7 @@ from pathlib import Path
 from signal import Signals
 from typing import TYPE_CHECKING, Any
 
+from ..parallel.progress import CALLBACKS, Progress
 from .section import TrainSection
 
 if TYPE_CHECKING:
@@ -267,11 +268,13 @@ class Callbacks:
     state: TrainerState
     control: TrainerControl
     members: Sequence[TrainerCallback] = field(default_factory=list)
+    progress: Progress = field(default_factory=Progress)
 
     def emit(self, event: str, **details: Metrics) -> None:
         """Call ``event`` of every callback."""
-        for member in self.members:
-            getattr(member, event)(self.args, self.state, self.control, **details)
+        with self.progress.during(CALLBACKS):
+            for member in self.members:
+                getattr(member, event)(self.args, self.state, self.control, **details)
 
     def state_dict(self) -> dict[str, object]:
         """The states of those that have one."""

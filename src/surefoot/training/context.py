@@ -157,6 +157,7 @@ class NetworkContext:
         collation = self.collation.for_model(network.sharing).among(examples, world.num_data_ranks)
         with network.evaluating():
             for items in in_turn(len(examples), size, world.data_rank, world.num_data_ranks):
+                world.progress.tick()
                 batch = collation.batch_of(items, examples).to(device())
                 yield items, network.forward(batch, spec), batch
 

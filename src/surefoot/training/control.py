@@ -20,6 +20,7 @@ from ..parallel.world import World
 from ..schema import variant_name
 from .callback import Callbacks, Context, Metrics, TrainerCallback, TrainerControl, TrainerState
 from .callbacks._progress import Screen, WarmUp
+from .callbacks._slow_ranks import SlowRanks
 from .callbacks.metric_files import METRICS, PLOT, TENSORBOARD, Jsonl, Plot, TensorBoard
 from .evaluation import is_better
 from .section import CALLBACKS, TrainSection
@@ -46,6 +47,8 @@ def standard_callbacks(
             name = variant_name(CALLBACKS, callback)
             raise RecipeError(f"train.callbacks: {name} is no surefoot.training.TrainerCallback")
         members.append(copy(callback))  # what a run changes is its own
+    if world.size > 1:
+        members.append(SlowRanks(world))
     if not world.is_main:
         return members
     folder = section.folder

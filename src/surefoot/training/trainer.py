@@ -21,6 +21,8 @@ from ..checkpoint.state.roles import MODEL, Stateful
 from ..checkpoint.state.states import RandomState
 from ..errors import STOP_SIGNALS
 from ..model.numerics import seed_everything
+from ..parallel.progress import DATA, EVALUATING, SAVING
+from ..parallel.progress import TRAINING as IN_TRAINING
 from ..parallel.world import ALONE, World
 from ..storage.files import exists
 from .callback import Callbacks, TrainerControl, TrainerState
@@ -128,7 +130,7 @@ class Trainer:
         self.stopwatch.switch(TRAINING)
         self.policy.module.train()
         self.callbacks.emit("on_train_begin")
-        with self.stop, self.feeder, self.saver:
+        with self.stop, self.feeder, self.saver, self.world.progress.during(IN_TRAINING):
             for flag in self.state.pending:
                 setattr(self.control, flag, True)
             if self.section.on_nan == "rollback" and self.saver.newest is None:
@@ -181,7 +183,8 @@ class Trainer:
             self.control.should_epoch_stop = False
             self.callbacks.emit("on_epoch_begin")
         windows.memory.step = self.state.global_step + 1
-        with self.stopwatch.on("data"):
+        self.world.progress.step(self.state.global_step + 1)
+        with self.world.progress.during(DATA), self.stopwatch.on("data"):
             turn = windows.next_turn()
         for name, change in (("data", -turn.seconds), (TRAINING, turn.seconds)):
             self.stopwatch.add(name, change)  # the stage has prepared it, by rollouts for example
@@ -251,6 +254,8 @@ class Trainer:
 
         def before(index: int) -> None:
             self._progress.micro_batch = index
+            tokens = window[index % len(window)].num_tokens  # a pipeline counts its stages, too
+            self.world.progress.micro_batch(index, self._rows(), tokens)
             # Dropout of a micro-batch is that of a run that was never stopped, rolled back or
             # split: it depends on no number drawn before.
             seed_everything(self.section.seed, step, index, *self.world.draws)
@@ -327,6 +332,7 @@ class Trainer:
 
     def _measure(self, examples: EvaluationSet) -> dict[str, float]:
         def after() -> None:
+            self.world.progress.tick()
             self.callbacks.emit("on_prediction_step")
             self._agree()  # several ranks leave at the same batch
             if self._is_leaving:
@@ -350,10 +356,11 @@ class Trainer:
             self.interval.log(self.callbacks)
         if control.should_evaluate and self.evals:
             try:
-                with self.stopwatch.on("evaluating"):
+                with self.world.progress.during(EVALUATING), self.stopwatch.on("evaluating"):
                     parts = self._measure_all()
-                    with self.policy.network.evaluating():  # callbacks generate without dropout
-                        record_evaluation(self.section, self.callbacks, prefixed(parts, "eval"))
+                with self.stopwatch.on("evaluating"), self.policy.network.evaluating():
+                    # callbacks generate without dropout
+                    record_evaluation(self.section, self.callbacks, prefixed(parts, "eval"))
             except _BrokenOffError:
                 state.pending = ["should_evaluate"]
         control.should_log = control.should_evaluate = False
@@ -406,7 +413,7 @@ class Trainer:
         is_best = (
             self.section.load_best_model_at_end and state.best_global_step == state.global_step
         )
-        with self.stopwatch.on("saving"):
+        with self.world.progress.during(SAVING), self.stopwatch.on("saving"):
             self.saver.save(
                 state.global_step,
                 self.states,
@@ -437,7 +444,7 @@ class Trainer:
 
     def _collect(self, *, wait: bool = False) -> None:
         """Call the callbacks for saves that have been committed."""
-        with self.stopwatch.on("saving"):
+        with self.world.progress.during(SAVING), self.stopwatch.on("saving"):
             committed = self.saver.wait() if wait else self.saver.poll()
         for path in committed:
             self._progress.rollbacks = 0

@@ -18,6 +18,7 @@ import torch
 from ..batch import Features, Window
 from ..data.data_order import Index, permutation
 from ..data.order.loader import Loader, WindowExamples
+from ..data.order.micro_batches import Batching
 from ..data.store.cache import num_tokens
 from ..errors import RecipeError, RunError, counted
 from ..model.numerics import derive
@@ -90,6 +91,16 @@ class _Turn:
     stage_values: Mapping[str, float]  # what the stage keeps, before the turn
 
 
+@dataclass(frozen=True)
+class _StepGroups:
+    """The examples of this rank's micro-batches of one step."""
+
+    examples: Sequence[Features]
+    batching: Batching
+    lengths: Index
+    groups: Sequence[Index]
+
+
 @dataclass
 class Windows:
     """The turns of a run, in order. Its state is the data position, that inside a window, and what
@@ -106,6 +117,7 @@ class Windows:
     _num_empty: int = field(default=0, init=False)  # windows in a row
     _turn: _Turn | None = field(default=None, init=False)  # the last one
     _step_examples: Sequence[Features] = field(default=(), init=False)  # what it trains on
+    _groups: _StepGroups | None = field(default=None, init=False)  # of these
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -183,17 +195,24 @@ class Windows:
 
     def rows_of(self, index: int) -> str:
         """The examples of a micro-batch of this turn, for messages: their rows and lengths."""
-        examples = self._step_examples
+        examples, batching = self._step_examples, self.loader.batching
 
         def row(position: int) -> str:
             if not isinstance(examples, WindowExamples):
                 return f"example {position + 1} of the window"
             return examples.source.origin(int(examples.items[position]))
 
-        lengths = np.array([num_tokens(example) for example in examples], np.int64)
-        groups = self.loader.batching.groups(lengths)
-        group = groups[index] if index < len(groups) else np.arange(0)
-        return ", ".join(f"{row(i)} with {counted(int(lengths[i]), 'token')}" for i in group)
+        # For each micro-batch of a step: the groups are those of the one before.
+        step = self._groups
+        if step is None or step.examples is not examples or step.batching is not batching:
+            if isinstance(examples, WindowExamples):
+                lengths = examples.lengths
+            else:
+                lengths = np.array([num_tokens(example) for example in examples], np.int64)
+            groups = batching.groups(lengths)
+            step = self._groups = _StepGroups(examples, batching, lengths, groups)
+        group = step.groups[index] if index < len(step.groups) else np.arange(0)
+        return ", ".join(f"{row(i)} with {counted(int(step.lengths[i]), 'token')}" for i in group)
 
     def state_dict(self) -> dict[str, Any]:
         """The data position, the position inside a window if there is one, and what the stage
