@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import surefoot
 from answering import sample
 from folders import save_recipe
 from surefoot.generate.section import GenerateSection
+from surefoot.plugins.serve.engine import EngineThread
+from surefoot.plugins.serve.models import Models, ServeSettings
 from surefoot.use import open_model
 
 from .running import running
@@ -38,6 +41,25 @@ def answer(path):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("runs") / "lora", {"lora": {"rank": 4}})
+
+
+@pytest.mark.parametrize("by", ["nothing", "the option", "the run"])
+def test_rows_are_computed_in_the_same_shapes_if_the_server_or_the_run_says_so(by, run, tmp_path):
+    folder = shutil.copytree(run, tmp_path / "run")
+    if by == "the run":
+        for recipe in folder.rglob("recipe.yaml"):
+            text = recipe.read_text()
+            assert "generate:" not in text
+            recipe.write_text(f"{text}\ngenerate: {{batch_invariant: true}}\n")
+    settings = ServeSettings(path=str(folder), batch_invariant=by == "the option")
+    models = Models(settings, EngineThread())
+    models.open_first()
+    driver = models.first.lane.rows.waiting.driver
+    assert driver.batch_invariant == (by != "nothing")
+    names = [None, "default", "default"]
+    with driver.adapters.on(names):
+        (group,) = driver.adapters._groups
+    assert len(group.filled) == (2 if by == "nothing" else 4)
 
 
 def asked(client, name):
