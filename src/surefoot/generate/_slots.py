@@ -22,6 +22,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol, cast
 
 import torch
@@ -42,11 +43,11 @@ def inner_model(model: nn.Module) -> PreTrainedModel:
     return cast(PreTrainedModel, model if is_plain else model.get_base_model())  # type: ignore[operator]
 
 
-def cache_argument(inner: PreTrainedModel, cache: Cache) -> dict[str, Cache]:
-    """``cache`` as an argument of the model's forward pass. transformers 5.24 has renamed it from
-    ``past_key_values`` in its own models; code beside a checkpoint may have the former name."""
-    is_renamed = "cache" in inspect.signature(inner.forward).parameters
-    return {"cache" if is_renamed else "past_key_values": cache}
+def cache_argument(inner: PreTrainedModel) -> str:
+    """The argument of the model's forward pass that has the keys and values. transformers 5.24 has
+    renamed it from ``past_key_values`` in its own models; code beside a checkpoint may have the
+    former name."""
+    return "cache" if "cache" in inspect.signature(inner.forward).parameters else "past_key_values"
 
 
 def padded_length(prompt: Ids) -> int:
@@ -93,7 +94,7 @@ class Driver:
             self.model(
                 input_ids=torch.tensor(ids, device=self.inner.device),
                 use_cache=True,
-                **cache_argument(self.inner, cache),
+                **{self._cache_argument: cache},
                 **self._last_logits,
             )
         return [
@@ -124,13 +125,17 @@ class Driver:
                 attention_mask=self.masks.at(positions_B, step, added_as),
                 position_ids=positions_B[:, None],
                 use_cache=True,
-                **cache_argument(self.inner, cache),
+                **{self._cache_argument: cache},
             )
         logits_BV: torch.Tensor = outputs.logits[:count, -1]
         return logits_BV
 
     def _with(self, adapters: Sequence[str | None]) -> AbstractContextManager[None]:
         return nullcontext() if self.adapters is None else self.adapters.on(adapters)
+
+    @cached_property  # to read a signature takes as long as a layer of a small model
+    def _cache_argument(self) -> str:
+        return cache_argument(self.inner)
 
     @property
     def _last_logits(self) -> dict[str, int]:
@@ -230,7 +235,10 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         for stored, new in ((self.keys, key_states), (self.values, value_states)):
             # In place, where transformers' own cache copies all keys and values at every step
             # (``torch.cat``).
-            stored[step.rows, :, step.columns] = new[:count, :, 0]
+            if step.is_full:  # a copy takes a third of the time of an index
+                stored[:count, :, step.length - 1] = new[:, :, 0]
+            else:
+                stored[step.rows, :, step.columns] = new[:count, :, 0]
             visible.append(stored[:filled, :, : step.length])
         return visible[0], visible[1]
 
