@@ -235,7 +235,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         for stored, new in ((self.keys, key_states), (self.values, value_states)):
             # In place, where transformers' own cache copies all keys and values at every step
             # (``torch.cat``).
-            if step.is_full:  # a copy takes a third of the time of an index
+            if step.is_full:  # a copy takes 6 us, an index 8 to 12
                 stored[:count, :, step.length - 1] = new[:, :, 0]
             else:
                 stored[step.rows, :, step.columns] = new[:count, :, 0]
