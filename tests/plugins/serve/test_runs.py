@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -43,23 +42,16 @@ def run(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("runs") / "lora", {"lora": {"rank": 4}})
 
 
-@pytest.mark.parametrize("by", ["nothing", "the option", "the run"])
-def test_rows_are_computed_in_the_same_shapes_if_the_server_or_the_run_says_so(by, run, tmp_path):
-    folder = shutil.copytree(run, tmp_path / "run")
-    if by == "the run":
-        for recipe in folder.rglob("recipe.yaml"):
-            text = recipe.read_text()
-            assert "generate:" not in text
-            recipe.write_text(f"{text}\ngenerate: {{batch_invariant: true}}\n")
-    settings = ServeSettings(path=str(folder), batch_invariant=by == "the option")
-    models = Models(settings, EngineThread())
+@pytest.mark.parametrize("invariant", [False, True])
+def test_rows_are_computed_in_the_same_shapes_if_the_server_is_to(invariant, run):
+    models = Models(ServeSettings(path=str(run), batch_invariant=invariant), EngineThread())
     models.open_first()
     driver = models.first.lane.rows.waiting.driver
-    assert driver.batch_invariant == (by != "nothing")
+    assert driver.batch_invariant == invariant
     names = [None, "default", "default"]
     with driver.adapters.on(names):
         (group,) = driver.adapters._groups
-    assert len(group.filled) == (2 if by == "nothing" else 4)
+    assert len(group.filled) == (4 if invariant else 2)
 
 
 def asked(client, name):
