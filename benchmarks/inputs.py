@@ -15,7 +15,15 @@ from pathlib import Path
 
 import peft
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from transformers import (
     AutoTokenizer,
     PreTrainedTokenizerFast,
@@ -107,6 +115,7 @@ def make_adapter(base: Path, folder: Path, *, seed: int, rank: int) -> None:
 def build_tokenizer(rows: Sequence[Row], vocabulary: int) -> PreTrainedTokenizerFast:
     """Byte-level BPE of these rows, with ChatML."""
     rust = Tokenizer(models.BPE())
+    rust.normalizer = normalizers.NFC()  # as transformers' class for Qwen2 has it
     split = pre_tokenizers.Split(Regex(WORDS), behavior="isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     rust.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])

@@ -1,11 +1,13 @@
 """Responses as plain lists of ids."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from surefoot.generate import generation
 from surefoot.generate._proof import driver_of
-from surefoot.generate._slots import SlotCache, masked_attention
+from surefoot.generate._slots import masked_attention
 from surefoot.generate.onednn import onednn_products
 from surefoot.generate.responses import Chooser
 
@@ -26,7 +28,7 @@ def answer(model, prompts, section, **options):
 def keeps_bits(model, longest):
     """Whether this processor gives a row the same bits alone, among equal rows, and beside one of
     up to ``longest`` tokens, with the products that sampling has."""
-    driver = driver_of(model, longest)
+    driver = replace(driver_of(model, longest), batch_invariant=True)
     vocabulary = driver.inner.config.get_text_config().vocab_size
     short, long = ([(7 * n + 3) % vocabulary for n in range(min(m, longest))] for m in (5, 40))
     logits = []
@@ -35,7 +37,7 @@ def keeps_bits(model, longest):
         beside = [(long, driver.prefill([long])[0])]
         for count, others in ((4, []), (1, []), (9, beside)):
             rows = [*((short, prefixes[n % 4]) for n in range(count)), *others]
-            cache = SlotCache(len(rows), len(long), len(long))
+            cache = driver.slots(len(rows), len(long), len(long))
             for slot, (_, prefix) in enumerate(rows):
                 cache.put(slot, prefix)
             tokens, positions = zip(*((ids[-1], len(ids) - 1) for ids, _ in rows), strict=True)

@@ -31,8 +31,12 @@ from test_startup import begun, head
 LIVELY = {"initializer_range": 0.3, "num_hidden_layers": 2}  # prompts matter to what is said
 UNEVEN = {"intermediate_size": 130, **LIVELY}
 TEXTS = ["Hi", "What is one plus one?", "", "A long, long story of the hen, told twice", "1 + 1"]
-GREEDY = GenerateSection(max_new_tokens=9, batch_size=2, repetition_penalty=1.2)
-SAMPLED = GenerateSection(max_new_tokens=9, batch_size=2, do_sample=True, top_k=40, top_p=0.9)
+GREEDY = GenerateSection(
+    max_new_tokens=9, batch_size=2, repetition_penalty=1.2, batch_invariant=True
+)
+SAMPLED = GenerateSection(
+    max_new_tokens=9, batch_size=2, do_sample=True, top_k=40, top_p=0.9, batch_invariant=True
+)
 MESHES = [{"tp": 2}, {"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}]
 
 

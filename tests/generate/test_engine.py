@@ -81,11 +81,20 @@ def test_a_repetition_penalty_is_that_of_transformers():
     assert [list(found[i].ids) for i in range(len(PROMPTS))] == expected
 
 
-@pytest.mark.parametrize("settings", [{}, {"top_p": 0.8}, {"top_k": 9, "repetition_penalty": 1.2}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"batch_invariant": True},
+        {"batch_invariant": True, "top_k": 9, "repetition_penalty": 1.2},
+        {"top_p": 0.8},
+    ],
+    ids=str,
+)
 def test_a_response_is_the_same_whatever_else_is_generated(settings):
-    """To the bit, where the processor gives a row of a product the same bits beside others."""
+    """To the bit, where the processor gives a row of a product the same bits beside others, and
+    rows are computed in the shapes in which it does."""
     network = model("qwen3", **WIDE)
-    same_bits = keeps_bits(network, 60)
+    same_bits = "batch_invariant" in settings and keeps_bits(network, 60)
     prompts = [prompt for prompt in random_prompts(7, 40) for _ in range(2)]
 
     def sampled(prompts, size, **options):
@@ -199,14 +208,32 @@ def test_each_response_ends_for_its_own_reason_and_makes_room_for_the_next():
     assert steps < sum(len(one.ids) for one in found.values())
 
 
-def test_keys_and_values_take_as_many_slots_as_the_batch_size():
+@pytest.mark.parametrize("invariant", [False, True])
+def test_keys_and_values_take_as_many_slots_as_the_batch_size(invariant):
     network = model()
     given = calls(network)
-    section = GenerateSection(max_new_tokens=40, batch_size=3)
+    section = GenerateSection(max_new_tokens=40, batch_size=3, batch_invariant=invariant)
     sample(network, random_prompts(8, 30), section, stop_token_ids=[])
     cache = cache_in(given[-1])
-    assert {layer.keys.shape[0] for layer in cache.layers} == {4}  # a multiple of 4
+    assert {layer.keys.shape[0] for layer in cache.layers} == {4 if invariant else 3}
     assert {layer.keys.shape[2] for layer in cache.layers} <= {80}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "mistral", "gpt_oss", "deepseek_v3"])
+def test_a_row_alone_is_computed_as_one_without_a_mask(name):
+    """Where no window hides a token: windows are of 8 tokens, the first step is at the third."""
+    network = architectures.build(name).eval()
+    driver_of(network, 17)  # tried before the calls are counted
+    for invariant, num_rows in ((False, 1), (True, 4)):
+        given = calls(network)
+        section = GenerateSection(max_new_tokens=14, batch_invariant=invariant)
+        found = sample(network, [PROMPTS[0]], section, stop_token_ids=[])
+        assert list(found[0].ids) == theirs(network, PROMPTS[0])
+        steps = [each for each in given if isinstance(cache_in(each), SlotCache)]
+        assert {len(each["input_ids"]) for each in steps} == {num_rows}
+        masks = steps[0]["attention_mask"]
+        every = [*masks.values()] if isinstance(masks, dict) else [masks]
+        assert {mask is None for mask in every} == {not invariant}
 
 
 def test_equal_prompts_are_computed_once():
@@ -240,7 +267,7 @@ def test_the_batch_size_changes_no_bit_whatever_the_number_of_threads(threads):
         network, prompts = model(**WIDE), random_prompts(11, 40)
         found = []
         for batch_size in (1, 5, 6, 7, 11):
-            section = GenerateSection(max_new_tokens=6, batch_size=batch_size)
+            section = GenerateSection(max_new_tokens=6, batch_size=batch_size, batch_invariant=True)
             found.append(sample(network, prompts, section, stop_token_ids=[]))
         assert all(other == found[0] for other in found)
     finally:

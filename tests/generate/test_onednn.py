@@ -125,6 +125,27 @@ class Products(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("packs", [False, True])
+@torch.no_grad()
+def test_products_of_one_or_two_rows_are_torchs(packs):
+    layer = nn.Linear(64, 32)
+    pack_weights(layer, None if packs else 0)
+    for shape, count in (
+        ((1, 1), 0),
+        ((2, 1), 0),
+        ((1, 2), 0),
+        ((3, 1), 1),
+        ((1, 3), 1),
+        ((2, 2), 1),
+    ):
+        x = torch.randn(*shape, 64)
+        with Products() as products:
+            found = layer(x)
+        assert products.count == count, shape
+        expected = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
+        assert torch.allclose(found.double(), expected, atol=1e-5, rtol=0)
+
+
 @torch.no_grad()
 def test_a_sharded_model_has_the_same_products(mesh):
     whole = model(hidden_size=128, intermediate_size=256)

@@ -164,7 +164,9 @@ def test_a_response_with_stop_texts_is_the_same_whatever_is_beside_it():
     asked = {"stop_token_ids": [2], "decode": spell, "seed": 5}
 
     def sampled(prompts, size):
-        settings = section(do_sample=True, stop=("nab", "ananb"), batch_size=size)
+        settings = section(
+            do_sample=True, stop=("nab", "ananb"), batch_size=size, batch_invariant=True
+        )
         return sample(network, prompts, settings, **asked)
 
     whole = sampled(prompts, 9)

@@ -109,6 +109,20 @@ def test_rows_are_computed_as_peft_computes_an_active_adapter(dtype):
             assert torch.allclose(half[::2], expected[::2], atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize(("invariant", "expected"), [(False, {3, 1}), (True, {4})])
+def test_rows_of_an_adapter_are_computed_in_multiples_of_4_if_bits_matter(invariant, expected):
+    network, counts = wrapped(["one", "eight"]), set()
+    for layer in network.modules():
+        if isinstance(layer, peft.tuners.lora.Linear):
+            for matrix in layer.lora_A.values():
+                matrix.register_forward_hook(lambda _, given, __: counts.add(len(given[0])))
+    rows = AdaptersByRow(batch_invariant=invariant)
+    rows.attach(network)
+    with torch.no_grad(), network.disable_adapter(), rows.on(["one", "eight", "one", None, "one"]):
+        network(IDS[:5, :1], use_cache=False)
+    assert counts == expected
+
+
 @pytest.mark.parametrize(
     ("settings", "is_possible"),
     [

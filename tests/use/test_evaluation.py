@@ -112,6 +112,17 @@ def test_answers_are_the_models_own(project, opened):
     assert not found.is_match
 
 
+def test_responses_are_computed_in_the_same_shapes_whatever_is_beside_them(project, opened):
+    _, recipe = project
+    counts = []
+    handle = opened.model.register_forward_pre_hook(
+        lambda _, __, given: counts.append(given["input_ids"].shape), with_kwargs=True
+    )
+    generations(opened, recipe, [example("1+1?", "2")])
+    handle.remove()
+    assert {rows for rows, length in counts[-recipe.generate.max_new_tokens :]} == {4}
+
+
 def test_a_match_is_the_same_text_white_space_around_it_aside():
     assert Generation("", "", " yes\n", "yes").is_match
     assert not Generation("", "", "yes", "Yes").is_match

@@ -1,13 +1,15 @@
 """Whether a model may be driven over slots: found by trying, once for each model.
 
 The logits of two prompts in slots, after several tokens, must be those of one pass over all tokens
-without a cache. The longer prompt is longer than every window that the requests exceed.
+without a cache: side by side, and each alone, which may be without a mask. The longer prompt is
+longer than every window that the requests exceed.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -17,7 +19,7 @@ from ..errors import first_line
 from ._slots import (
     Driver,
     Masks,
-    SlotCache,
+    Prefix,
     candidates,
     inner_model,
     longest_limit,
@@ -91,17 +93,23 @@ def _proven(model: nn.Module, limit: int) -> tuple[Masks | None, str]:
         for count in (_LENGTHS[0], max(_LENGTHS[1], limit + 2))
     ]
     forced = [[(11 * n + row) % config.vocab_size for n in range(_STEPS)] for row in range(2)]
+    expected: list[torch.Tensor] = []
     for masks in candidates(config):
-        driver = Driver(model, inner, masks)
+        driver = Driver(model, inner, masks, batch_invariant=True)
+        alone = replace(driver, batch_invariant=False)
         try:
-            expected = [_in_one_pass(model, *each) for each in zip(prompts, forced, strict=True)]
-            over_slots = _over_slots(driver, prompts, forced)
+            rows = list(zip(prompts, forced, strict=True))
+            expected = expected or [_in_one_pass(model, *row) for row in rows]
+            prefixes = [driver.prefill([prompt])[0] for prompt in prompts]
+            over_slots = _over_slots(driver, prefixes, rows)
+            for prefix, row in zip(prefixes, rows, strict=True):
+                over_slots += _over_slots(alone, [prefix], [row])
         except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:  # any model's code: what is wrong in it will show in generate
             why = first_line(error)
             continue
-        if all(agree(*each) for each in zip(over_slots, expected, strict=True)):
+        if all(agree(*each) for each in zip(over_slots, expected * 2, strict=True)):
             return masks, ""
         why = "a trial gave other logits than a pass over the whole row"
     return None, why
@@ -115,16 +123,16 @@ def _in_one_pass(model: nn.Module, prompt: Ids, forced: Ids) -> torch.Tensor:
 
 
 def _over_slots(
-    driver: Driver, prompts: Sequence[Ids], forced: Sequence[Ids]
+    driver: Driver, prefixes: Sequence[Prefix], rows: Sequence[tuple[Ids, Ids]]
 ) -> list[torch.Tensor]:
-    """The same of each row."""
-    longest = max(map(len, prompts)) + _STEPS
-    cache = SlotCache(len(prompts), longest, longest)
-    for slot, prompt in enumerate(prompts):
-        cache.put(slot, driver.prefill([prompt])[0])
-    tokens, steps = [prompt[-1] for prompt in prompts], []
+    """The same of each row of a prompt and its forced tokens."""
+    longest = max(len(prompt) for prompt, _ in rows) + _STEPS
+    cache = driver.slots(len(rows), longest, longest)
+    for slot, prefix in enumerate(prefixes):
+        cache.put(slot, prefix)
+    tokens, steps = [prompt[-1] for prompt, _ in rows], []
     for step in range(_STEPS):
-        positions = [len(prompt) - 1 + step for prompt in prompts]
+        positions = [len(prompt) - 1 + step for prompt, _ in rows]
         steps.append(driver.decode(cache, tokens, positions))
-        tokens = [row[step] for row in forced]
-    return [torch.stack([logits[row] for logits in steps]) for row in range(len(prompts))]
+        tokens = [forced[step] for _, forced in rows]
+    return [torch.stack([logits[row] for logits in steps]) for row in range(len(rows))]

@@ -6,10 +6,12 @@ counts sees the padding, so that the pass has the architecture's own masks. In a
 padded on the left: a row of n tokens is in columns 0 to n - 1, and a mask says which columns it
 sees. A slot whose row has ended is taken by the next one.
 
-Columns are read in multiples of 16, and rows are computed in multiples of 4. On some CPUs in
-float32, the fused attention then gives a row the same bits whatever the others' lengths are, and a
-matrix product does whatever the number of rows and of threads. (Threads divide the rows of a
-product: of 5 rows, one of two threads has 2, and rounds differently from one with 4.)
+Where rows are to be the same whatever is beside them (``batch_invariant``), columns are read in
+multiples of 16, and rows are computed in multiples of 4. On some CPUs in float32, the fused
+attention then gives a row the same bits whatever the others' lengths are, and a matrix product does
+whatever the number of rows and of threads. (Threads divide the rows of a product: of 5 rows, one of
+two threads has 2, and rounds differently from one with 4.) Otherwise as many rows are computed as
+there are, and rows of one length, such as a row alone, read their own columns without a mask.
 
 Shapes: S slots, B rows, H heads of keys, C columns, E size of a head.
 """
@@ -20,6 +22,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol, cast
 
 import torch
@@ -40,11 +43,11 @@ def inner_model(model: nn.Module) -> PreTrainedModel:
     return cast(PreTrainedModel, model if is_plain else model.get_base_model())  # type: ignore[operator]
 
 
-def cache_argument(inner: PreTrainedModel, cache: Cache) -> dict[str, Cache]:
-    """``cache`` as an argument of the model's forward pass. transformers 5.24 has renamed it from
-    ``past_key_values`` in its own models; code beside a checkpoint may have the former name."""
-    is_renamed = "cache" in inspect.signature(inner.forward).parameters
-    return {"cache" if is_renamed else "past_key_values": cache}
+def cache_argument(inner: PreTrainedModel) -> str:
+    """The argument of the model's forward pass that has the keys and values. transformers 5.24 has
+    renamed it from ``past_key_values`` in its own models; code beside a checkpoint may have the
+    former name."""
+    return "cache" if "cache" in inspect.signature(inner.forward).parameters else "past_key_values"
 
 
 def padded_length(prompt: Ids) -> int:
@@ -68,6 +71,13 @@ class Driver:
     inner: PreTrainedModel
     masks: Masks
     adapters: RowAdapters | None = None  # None: all rows have what the model has
+    batch_invariant: bool = False  # compute a row in the same shapes whatever is beside it
+
+    def slots(self, count: int, capacity: int, bound: int) -> SlotCache:
+        """Slots with so many columns at first, and at most."""
+        invariant = self.batch_invariant
+        step = StepColumns(count, rounded(capacity), rounded(bound), batch_invariant=invariant)
+        return SlotCache(step)
 
     def prefill(self, prompts: Sequence[Ids], adapters: Sequence[str | None] = ()) -> list[Prefix]:
         """The keys and values of each prompt without its last token, computed with its adapter. All
@@ -77,14 +87,14 @@ class Driver:
         # The last token is the first step in a slot: so one pass serves all samples of a prompt,
         # and all logits that are sampled from come from one kernel (decisions/0053).
         counts = [len(prompt) - 1 for prompt in prompts]
-        length = padded_length(prompts[0])
+        length = padded_length(prompts[0]) if self.batch_invariant else max(counts)
         ids = [[*prompt[:-1], *[0] * (length - len(prompt) + 1)] for prompt in prompts]
         cache = DynamicCache()
         with self._with(adapters):
             self.model(
                 input_ids=torch.tensor(ids, device=self.inner.device),
                 use_cache=True,
-                **cache_argument(self.inner, cache),
+                **{self._cache_argument: cache},
                 **self._last_logits,
             )
         return [
@@ -100,9 +110,9 @@ class Driver:
         adapters: Sequence[str | None] = (),
     ) -> torch.Tensor:
         """[B, V] the logits after one more token in each of the first slots."""
-        device, count = self.inner.device, len(tokens)
-        cache.step.set(positions, device)
-        filler = rounded(count, ROWS) - count  # rows that are computed as the first one
+        device, count, step = self.inner.device, len(tokens), cache.step
+        step.set(positions, device)
+        filler = step.num_rows(count) - count  # rows that are computed as the first one
         tokens_B = torch.tensor([*tokens, *[tokens[0]] * filler], device=device)
         positions_B = torch.tensor([*positions, *[positions[0]] * filler], device=device)
         # nobody reads what becomes of a filler; but all rows alike need no indices
@@ -112,16 +122,20 @@ class Driver:
         with self._with([*adapters, *[of_filler] * filler]):
             outputs = self.model(
                 input_ids=tokens_B[:, None],
-                attention_mask=self.masks.at(positions_B, cache.step.length, added_as),
+                attention_mask=self.masks.at(positions_B, step, added_as),
                 position_ids=positions_B[:, None],
                 use_cache=True,
-                **cache_argument(self.inner, cache),
+                **{self._cache_argument: cache},
             )
         logits_BV: torch.Tensor = outputs.logits[:count, -1]
         return logits_BV
 
     def _with(self, adapters: Sequence[str | None]) -> AbstractContextManager[None]:
         return nullcontext() if self.adapters is None else self.adapters.on(adapters)
+
+    @cached_property  # to read a signature takes as long as a layer of a small model
+    def _cache_argument(self) -> str:
+        return cache_argument(self.inner)
 
     @property
     def _last_logits(self) -> dict[str, int]:
@@ -166,16 +180,24 @@ class StepColumns:
     num_slots: int
     capacity: int  # columns that a slot has
     bound: int  # columns that a slot will ever need
+    batch_invariant: bool = False
     rows: torch.Tensor | None = None  # [B] the slots, 0 to B - 1
     columns: torch.Tensor | None = None  # [B]
     length: int = 0  # columns that are read
+    is_full: bool = False  # whether each row has a token in each of these columns
+
+    def num_rows(self, count: int) -> int:
+        """The rows that are computed for ``count`` of them."""
+        return rounded(count, ROWS) if self.batch_invariant else count
 
     def set(self, positions: Sequence[int], device: torch.device) -> None:
         """Those of tokens at ``positions`` of the first slots."""
         if self.rows is None or len(self.rows) != len(positions):
             self.rows = torch.arange(len(positions), device=device)
         self.columns = torch.tensor(positions, device=device)
-        self.length = rounded(max(positions) + 1)
+        longest = max(positions) + 1
+        self.is_full = not self.batch_invariant and min(positions) + 1 == longest
+        self.length = longest if self.is_full else rounded(longest)
         if self.length > self.capacity:
             grown = max(self.length, rounded(self.capacity * 3 // 2))
             self.capacity = max(self.length, min(grown, self.bound))
@@ -197,7 +219,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _blank(self, like: torch.Tensor) -> torch.Tensor:
         step = self._step
-        slots = rounded(step.num_slots, ROWS)
+        slots = step.num_rows(step.num_slots)
         return like.new_zeros(slots, like.shape[-3], step.capacity, like.shape[-1])
 
     def update(
@@ -213,7 +235,10 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         for stored, new in ((self.keys, key_states), (self.values, value_states)):
             # In place, where transformers' own cache copies all keys and values at every step
             # (``torch.cat``).
-            stored[step.rows, :, step.columns] = new[:count, :, 0]
+            if step.is_full:  # a copy takes 6 us, an index 8 to 12
+                stored[:count, :, step.length - 1] = new[:, :, 0]
+            else:
+                stored[step.rows, :, step.columns] = new[:count, :, 0]
             visible.append(stored[:filled, :, : step.length])
         return visible[0], visible[1]
 
@@ -222,7 +247,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         slots, _, columns, _ = self.keys.shape
-        if slots < rounded(self._step.num_slots, ROWS) or columns < self._step.capacity:
+        if slots < self._step.num_rows(self._step.num_slots) or columns < self._step.capacity:
             for name in ("keys", "values"):
                 old = getattr(self, name)
                 setattr(self, name, self._blank(old))
@@ -255,8 +280,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 class SlotCache(Cache):  # type: ignore[misc]
     """The slots of all layers."""
 
-    def __init__(self, num_slots: int, capacity: int, bound: int) -> None:
-        self.step = StepColumns(num_slots, rounded(capacity), rounded(bound))
+    def __init__(self, step: StepColumns) -> None:
+        self.step = step
         super().__init__(layer_class_to_replicate=self._layer)
 
     def _layer(self) -> SlotLayer:
@@ -291,27 +316,33 @@ class Masks:
     each type of layers, or one for all."""
 
     windows: Mapping[str, int | None]  # tokens that a query sees; None: all before it
+    may_be_none: bool = True  # where a query sees all columns
 
     def at(
-        self, positions_B: torch.Tensor, length: int, added_as: torch.dtype | None
-    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        self, positions_B: torch.Tensor, step: StepColumns, added_as: torch.dtype | None
+    ) -> torch.Tensor | dict[str, torch.Tensor | None] | None:
         """[B, 1, 1, length] what tokens at ``positions_B`` see, as booleans, or added to scores of
         a type."""
-        columns_L = torch.arange(length, device=positions_B.device)
-        seen_BL = columns_L <= positions_B[:, None]
-        masks = {}
+        masks: dict[str, torch.Tensor | None] = {}
         for name, window in self.windows.items():
-            mask = seen_BL
-            if window is not None:
-                mask = seen_BL & (columns_L > positions_B[:, None] - window)
-            mask = mask if added_as is None else _added(mask, added_as)
-            masks[name] = mask[:, None, None]
+            sees_all = step.is_full and (window is None or step.length <= window)
+            is_none = sees_all and self.may_be_none
+            masks[name] = None if is_none else _seen(positions_B, step.length, window, added_as)
         return masks.get(_ONE, masks)
 
 
-def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    hidden = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-    return hidden.masked_fill(~mask, torch.finfo(dtype).min)
+def _seen(
+    positions_B: torch.Tensor, length: int, window: int | None, added_as: torch.dtype | None
+) -> torch.Tensor:
+    """[B, 1, 1, length] the mask of a type of layers."""
+    columns_L = torch.arange(length, device=positions_B.device)
+    seen_BL = columns_L <= positions_B[:, None]
+    if window is not None:
+        seen_BL &= columns_L > positions_B[:, None] - window
+    if added_as is not None:
+        hidden_BL = torch.zeros(seen_BL.shape, dtype=added_as, device=seen_BL.device)
+        seen_BL = hidden_BL.masked_fill(~seen_BL, torch.finfo(added_as).min)
+    return seen_BL[:, None, None]
 
 
 def candidates(config: PretrainedConfig) -> Iterator[Masks]:
@@ -323,15 +354,14 @@ def candidates(config: PretrainedConfig) -> Iterator[Masks]:
     window = getattr(config, "sliding_window", None)
     if types - {_FULL, _SLIDING}:
         return
+    forms: list[dict[str, int | None]] = [{_ONE: window}]
     if types:
-        windows = {name: window if name == _SLIDING else None for name in sorted(types)}
-        yield Masks(windows)
-        if len(types) == 1:
-            yield Masks({_ONE: next(iter(windows.values()))})
-        return
-    yield Masks({_ONE: window})
-    if window is not None:
-        yield Masks({_ONE: None})
+        forms = [{name: window if name == _SLIDING else None for name in sorted(types)}]
+        forms += [{_ONE: next(iter(forms[0].values()))}] if len(types) == 1 else []
+    elif window is not None:
+        forms += [{_ONE: None}]
+    for may_be_none in (True, False):
+        yield from (Masks(windows, may_be_none) for windows in forms)
 
 
 def longest_limit(config: PretrainedConfig, longest: int) -> int:

@@ -1,8 +1,8 @@
 """Generate responses: to many prompts at once, or to one while its text is shown.
 
-A response follows from the prompt, the settings and the seed alone: not from the prompts beside it,
-``batch_size``, or the number of replicas that divide the prompts. No response exceeds the model's
-context length.
+A response follows from the prompt, the settings and the seed alone, up to rounding: not from the
+prompts beside it, ``batch_size``, or the number of replicas that divide the prompts. No response
+exceeds the model's context length.
 
 Rows of any length are side by side, and a row that has ended makes room for the next one at once. A
 prompt is computed once for all requests with it. Its keys and values wait, with those of a few
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -194,6 +194,7 @@ def _finished(
     if driver is None:
         yield from in_batches.run(model, todo, chooser, batch_size=size, on_token=on_token)
         return
+    driver = replace(driver, batch_invariant=chooser.section.batch_invariant)
     with masked_attention(driver.inner), onednn_products(model):
         yield from run(driver, todo, chooser, num_slots=size, on_token=on_token)
 
@@ -294,7 +295,7 @@ def run(
     """
     num_slots = min(num_slots, len(requests))
     waiting = Waiting(driver, deque(requests), max(num_slots // 2, 1))
-    open_rows = OpenRows(driver, _cache(requests, num_slots))
+    open_rows = OpenRows(driver, _slots(driver, requests, num_slots))
     while open_rows.rows or waiting.requests:
         while waiting.requests and len(open_rows.rows) < num_slots:
             request, prefix = waiting.next()
@@ -306,11 +307,11 @@ def run(
         yield from ((row.request, row.sample) for row in open_rows.take_ended())
 
 
-def _cache(requests: Sequence[Request], num_slots: int) -> SlotCache:
+def _slots(driver: Driver, requests: Sequence[Request], num_slots: int) -> SlotCache:
     """Slots for the longest prompt and the start of its response; they grow up to the longest row
     that there may be."""
     # Not pages of keys and values: on a CPU every step would gather them, and slots waste at most
     # the difference of the rows' lengths (decisions/0053).
     longest = max(len(request.prompt) for request in requests)
     bound = max(len(request.prompt) + request.most for request in requests)
-    return SlotCache(num_slots, min(longest + 4 * COLUMNS, bound), bound)
+    return driver.slots(num_slots, min(longest + 4 * COLUMNS, bound), bound)

@@ -190,7 +190,7 @@ def _prefix(model: nn.Module, stem: Ids) -> Prefix:
     cache, inner = DynamicCache(), inner_model(model)
     if stem:
         ids = torch.tensor([list(stem)], device=inner.device)
-        _logits(model, 1, input_ids=ids, use_cache=True, **cache_argument(inner, cache))
+        _logits(model, 1, input_ids=ids, use_cache=True, **{cache_argument(inner): cache})
     return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
 
 
@@ -204,7 +204,7 @@ def _run(
         cache.update(*(each.expand(len(rows), *each.shape) for each in (keys, values)), layer)
     cache_arguments: dict[str, object] = {"use_cache": bool(prefix)}
     if prefix:
-        cache_arguments |= cache_argument(inner, cache)
+        cache_arguments[cache_argument(inner)] = cache
     ids = torch.tensor([[*row.ids, *[0] * (width - len(row.ids))] for row in rows])
     logits_BKV = _logits(model, num_kept, input_ids=ids.to(inner.device), **cache_arguments)
     places = [(number, row, n) for number, row in enumerate(rows) for n in row.answers]

@@ -17,7 +17,7 @@ from torch import nn
 
 from . import _in_batches as in_batches
 from ._proof import driver_of, must_be_alone
-from ._slots import RowAdapters, SlotCache, masked_attention
+from ._slots import RowAdapters, masked_attention
 from .generation import OpenRows, Waiting
 from .responses import Chooser, Decode, OpenResponse, Request, TextUntil
 from .section import FinishReason
@@ -86,14 +86,19 @@ class Rows(Protocol):
 
 
 def rows_of(
-    model: nn.Module, longest: int, num_slots: int, adapters: RowAdapters | None = None
+    model: nn.Module,
+    longest: int,
+    num_slots: int,
+    adapters: RowAdapters | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> Rows:
     """The requests to ``model``, of at most ``longest`` tokens each: in slots if it can be driven
     so, otherwise one by one. With ``adapters``, rows in slots have the adapter of their request."""
     driver = None if must_be_alone(model, longest) else driver_of(model, longest)
     if driver is None:
         return SingleRows(model)
-    driver = replace(driver, adapters=adapters)
+    driver = replace(driver, adapters=adapters, batch_invariant=batch_invariant)
     waiting = Waiting(driver, deque(), max(num_slots // 2, 1))
     return SlotRows(waiting, num_slots, longest, SingleRows(model))
 
@@ -170,7 +175,7 @@ class SlotRows:
         while self.waiting.requests and self.num_running < self.num_slots:
             request, prefix = self.waiting.next()
             if self._open is None:
-                cache = SlotCache(1, _COLUMNS, self.longest)
+                cache = self.waiting.driver.slots(1, _COLUMNS, self.longest)
                 self._open = OpenRows(self.waiting.driver, cache)
             slots = self._open.cache.step.num_slots
             num_rows = len(self._open.rows) + 1

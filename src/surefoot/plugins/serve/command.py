@@ -75,6 +75,12 @@ _EXTRA = ("fastapi", "uvicorn", "starlette")
     is_flag=True,
     help="Log-probabilities after penalties and temperature, as training on samples needs them.",
 )
+@click.option(
+    "--batch-invariant",
+    is_flag=True,
+    help="Compute a response in the same shapes whatever else is answered; slower for one client. "
+    "Unset: as generate.batch_invariant of the run says.",
+)
 @dtype_option
 @trust_remote_code_option
 def serve(path: str, port: int, host: str, **options: object) -> None:

@@ -53,6 +53,7 @@ class ServeSettings:
     max_body: int = 8 << 20  # bytes of a request
     media_folder: Path | None = None  # of pictures that requests may name
     sampled_logprobs: bool = False  # log-probabilities after penalties and temperature
+    batch_invariant: bool = False  # also without ``generate.batch_invariant`` of the run
     api_key: str | None = field(default=None, repr=False)
     hosts: Hosts = field(default_factory=Hosts)  # under which requests are answered
 
@@ -151,6 +152,7 @@ class Models:
         self._run: Path | None = None
         self._shared: SharedBase | None = None
         self._rows: Rows  # of the model that is served first
+        self._is_invariant = False  # rows are computed in the same shapes whatever is beside them
         self.first: ServedModel
 
     def open_first(self) -> None:
@@ -161,7 +163,9 @@ class Models:
         assert opened.folder is not None
         self._run = _run_of(settings.path, opened.folder)
         adapter = opened.folder if parts.adapter is not None else None
-        shared = SharedBase(opened, parts.model, adapter)
+        self._is_invariant = settings.batch_invariant or opened.generate.batch_invariant
+        by_row = AdaptersByRow(batch_invariant=self._is_invariant)
+        shared = SharedBase(opened, parts.model, adapter, by_row)
         name = settings.name or _name_of(settings.path)
         if shared.is_shareable:
             self._shared, opened = shared, shared.opened
@@ -332,7 +336,13 @@ class Models:
         return min(length, self.settings.max_length or length)
 
     def _rows_of(self, opened: LoadedModel, adapters: AdaptersByRow | None = None) -> Rows:
-        return rows_of(opened.model, self._longest(opened), self.settings.max_batch, adapters)
+        return rows_of(
+            opened.model,
+            self._longest(opened),
+            self.settings.max_batch,
+            adapters,
+            batch_invariant=self._is_invariant,
+        )
 
 
 def _find_writer(path: str, base: str | Path | None) -> ModelFolders:

@@ -34,7 +34,7 @@ class SharedBase:
     opened: LoadedModel
     folder: Path  # of the base
     first: Path | None  # of the adapter with which it was opened
-    by_row: AdaptersByRow = field(default_factory=AdaptersByRow)
+    by_row: AdaptersByRow
     _module: nn.Module = field(init=False)
     _active: str | None = field(init=False)  # adapter that is computed with; None: the base
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
