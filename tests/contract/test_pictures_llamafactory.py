@@ -107,7 +107,7 @@ def test_tokens_and_what_is_trained_are_theirs(kind, folder, mode):
         )
 
 
-@pytest.mark.parametrize("kind", ["gemma3"], scope="module")
+@pytest.mark.parametrize("kind", ["gemma3"], indirect=True)
 def test_the_parts_that_it_freezes_are_frozen(kind, folder):
     both = translated(folder, kind, finetuning_type="full", media_dir=str(folder))
     assert both.method.frozen_modules == ("tower", "projector")
@@ -120,7 +120,7 @@ def test_the_parts_that_it_freezes_are_frozen(kind, folder):
         translated(folder, kind, finetuning_type="freeze", freeze_vision_tower=False)
 
 
-@pytest.mark.parametrize("kind", ["gemma3"], scope="module")
+@pytest.mark.parametrize("kind", ["gemma3"], indirect=True)
 @pytest.mark.parametrize("finetuning_type", ["lora", "oft"])
 def test_the_parts_that_it_does_not_freeze_have_adapters(kind, finetuning_type, folder):
     def made(**values):

@@ -147,7 +147,7 @@ def files(tmp_path, base):
     return open_codec(pictures.recipe(tmp_path, base), base).media.files
 
 
-@pytest.mark.parametrize("kind", ["gemma3"], scope="module")
+@pytest.mark.parametrize("kind", ["gemma3"], indirect=True)
 def test_bytes_of_a_row_are_kept_and_read_again(kind, files, tmp_path):
     url = "data:image/png;base64," + base64.b64encode(png()).decode()
     example = read(tmp_path, asked("<image>", [url]))
@@ -157,7 +157,7 @@ def test_bytes_of_a_row_are_kept_and_read_again(kind, files, tmp_path):
     assert files.decode(seen).size == (64, 48)
 
 
-@pytest.mark.parametrize("kind", ["gemma3"], scope="module")
+@pytest.mark.parametrize("kind", ["gemma3"], indirect=True)
 @pytest.mark.parametrize(
     ("name", "why"),
     [
@@ -198,7 +198,7 @@ def test_a_bad_file_is_refused_by_name(kind, name, why, files, codec, tmp_path):
         codec.encode_chats([read(tmp_path, asked("<image>", [name]))])
 
 
-@pytest.mark.parametrize("kind", ["gemma3"], scope="module")
+@pytest.mark.parametrize("kind", ["gemma3"], indirect=True)
 def test_a_bomb_is_refused(kind, files, tmp_path, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     (tmp_path / "a.png").write_bytes(png((100, 100)))
@@ -206,7 +206,7 @@ def test_a_bomb_is_refused(kind, files, tmp_path, monkeypatch):
         files.look("a.png")
 
 
-@pytest.mark.parametrize("kind", ["gemma3"], scope="module")
+@pytest.mark.parametrize("kind", ["gemma3"], indirect=True)
 def test_a_picture_that_changes_is_noticed(kind, files, tmp_path):
     (tmp_path / "a.png").write_bytes(png())
     seen = files.look("a.png")
@@ -216,7 +216,7 @@ def test_a_picture_that_changes_is_noticed(kind, files, tmp_path):
         files.decode(seen)
 
 
-@pytest.mark.parametrize("kind", ["gemma3"], scope="module")
+@pytest.mark.parametrize("kind", ["gemma3"], indirect=True)
 def test_a_turned_picture_is_turned_and_a_large_one_made_smaller(kind, files, tmp_path, base):
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -241,7 +241,7 @@ def behind_the_pixels(data, name):
     return data[:8] + b"".join(chunks)
 
 
-@pytest.mark.parametrize("kind", ["gemma3"], scope="module")
+@pytest.mark.parametrize("kind", ["gemma3"], indirect=True)
 def test_a_png_is_turned_wherever_it_says_so(kind, files, tmp_path):
     exif, info = Image.Exif(), PngImagePlugin.PngInfo()
     exif[0x0112] = 6
@@ -253,7 +253,7 @@ def test_a_png_is_turned_wherever_it_says_so(kind, files, tmp_path):
         assert seen[2:4] == files.decode(seen).size == (48, 64)
 
 
-@pytest.mark.parametrize("kind", ["gemma3"], scope="module")
+@pytest.mark.parametrize("kind", ["gemma3"], indirect=True)
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])
 def test_no_pixel_is_decoded_to_encode_a_picture(kind, suffix, files, tmp_path, monkeypatch):
     Image.new("RGB", (64, 48)).save(tmp_path / f"a.{suffix}")
@@ -261,14 +261,14 @@ def test_no_pixel_is_decoded_to_encode_a_picture(kind, suffix, files, tmp_path, 
     assert files.look(f"a.{suffix}")[2:4] == (64, 48)
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl"], scope="module")
+@pytest.mark.parametrize("kind", ["qwen2_vl"], indirect=True)
 def test_a_size_that_the_processor_refuses_drops_the_row(kind, codec, tmp_path):
     (tmp_path / "a.png").write_bytes(png((20000, 30)))
     (outcome,) = codec.encode_chats([read(tmp_path, asked("<image>", ["a.png"]))])
     assert "the processor takes no picture of its size" in outcome.reason
 
 
-@pytest.mark.parametrize("kind", ["llava"], scope="module")
+@pytest.mark.parametrize("kind", ["llava"], indirect=True)
 def test_a_row_is_not_cut_through_a_picture(kind, base, tmp_path):
     pictures.picture(tmp_path / "a.png")
     codec = open_codec(pictures.recipe(tmp_path, base, cutoff_len=60), base)
@@ -289,7 +289,7 @@ def test_a_row_is_not_cut_through_a_picture(kind, base, tmp_path):
     assert codec.media.processor.kept([ids] * 16, seen) == seen
 
 
-@pytest.mark.parametrize("kind", ["gemma3"], scope="module")
+@pytest.mark.parametrize("kind", ["gemma3"], indirect=True)
 def test_nothing_is_trained_on_the_tokens_of_a_picture(kind, base, tmp_path):
     pictures.picture(tmp_path / "a.png")
     codec = open_codec(pictures.recipe(tmp_path, base, train_on_prompt=True), base)
@@ -298,7 +298,7 @@ def test_nothing_is_trained_on_the_tokens_of_a_picture(kind, base, tmp_path):
     assert set(item["labels"]) - {IGNORE_INDEX}
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl"], scope="module")
+@pytest.mark.parametrize("kind", ["qwen2_vl"], indirect=True)
 def test_rows_with_other_pictures_are_not_those_that_are_trained_on(kind, base, tmp_path, caplog):
     """Nor duplicates; those with the same picture under another name are both."""
     names = [pictures.picture(tmp_path / f"{i}.png", seed=i) for i in range(4)]
@@ -321,7 +321,7 @@ def test_rows_with_other_pictures_are_not_those_that_are_trained_on(kind, base, 
     assert "3 pictures of 64 x 64 pixels (12 tokens, 4 each)" in rows.totals
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl"], scope="module")
+@pytest.mark.parametrize("kind", ["qwen2_vl"], indirect=True)
 def test_each_picture_that_cannot_be_read_is_named_and_the_others_are_checked(kind, base, tmp_path):
     """Of a cut JPEG the header can be read, and its pixels cannot."""
     pictures.picture(tmp_path / "good.png")

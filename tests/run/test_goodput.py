@@ -68,6 +68,20 @@ def test_what_a_kill_has_cost_is_repeated_and_down(tmp_path):
     assert (ledger.wall, ledger.num_launches, ledger.num_repeated_steps) == (150, 2, 5)
 
 
+def test_the_end_that_a_watchdog_has_recorded_says_no_seconds(tmp_path):
+    """It has read none of the run's memory: from the last log to its end, nothing is known."""
+    parts, ledger = written(
+        tmp_path,
+        launch(0),
+        at("log", 0, 10, training=20.0),
+        {"event": "end", "time": 150, "outcome": "failed", "kind": "Hang"},
+        launch(160, "checkpoint-10"),
+        at("end", 160, 20, training=20.0, outcome="complete"),
+    )
+    assert parts == {"trained": 40, "starting": 20, "down": 10, "unrecorded": 120}
+    assert (ledger.wall, ledger.step) == (190, 20)
+
+
 def test_steps_between_two_logs_are_divided(tmp_path):
     parts, ledger = written(
         tmp_path,

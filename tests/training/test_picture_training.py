@@ -99,7 +99,7 @@ def test_a_batch_has_the_values_and_gradients_of_its_documents_alone(kind, prepa
         assert (gradient - expected_gradients[name]).abs().max() <= bound, name
 
 
-@pytest.mark.parametrize("kind", ["gemma3"], scope="module")
+@pytest.mark.parametrize("kind", ["gemma3"], indirect=True)
 def test_the_causal_kernel_is_refused_where_pictures_see_themselves(kind, prepared, monkeypatch):
     made, codec, items = prepared
     probes = pictures.probes(made, codec)
@@ -249,7 +249,7 @@ def test_noise_on_embeddings_is_that_of_each_document(kind, run):
     assert loss != spread.learn(run(), 1)[0][0]
 
 
-@pytest.mark.parametrize("kind", ["gemma3"], scope="module")
+@pytest.mark.parametrize("kind", ["gemma3"], indirect=True)
 def test_a_cap_that_the_model_does_not_apply_is_not_applied(kind, prepared):
     """Gemma 3 with pictures has the cap of Gemma 2 in its configuration alone."""
     made, codec, items = prepared
@@ -261,7 +261,7 @@ def test_a_cap_that_the_model_does_not_apply_is_not_applied(kind, prepared):
     torch.testing.assert_close(values, expected)
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "qwen2_vl"], scope="module")
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_vl"], indirect=True)
 def test_inputs_that_the_processor_gives_otherwise_are_refused_by_name(kind, prepared, monkeypatch):
     processor = prepared[1].media.processor
     kinds = {"gemma3": "token_type_ids", "qwen2_vl": "mm_token_type_ids"}[kind]
@@ -274,7 +274,7 @@ def test_inputs_that_the_processor_gives_otherwise_are_refused_by_name(kind, pre
         check_inputs(processor, model)
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl"], scope="module")
+@pytest.mark.parametrize("kind", ["qwen2_vl"], indirect=True)
 def test_positions_that_are_computed_otherwise_are_refused_by_name(kind, prepared):
     def without_kinds(input_ids, image_grid_thw): ...
     def by_sizes(input_ids, mm_token_type_ids, image_grid_thw, pixel_values): ...
@@ -478,7 +478,7 @@ def test_pictures_that_threads_read_ahead_change_no_bit(kind, run):
     assert_same(made.policy.module.state_dict(), expected.policy.module.state_dict())
 
 
-@pytest.mark.parametrize("kind", ["llava"], scope="module")
+@pytest.mark.parametrize("kind", ["llava"], indirect=True)
 def test_placeholders_without_their_pictures_are_not_run(kind, prepared):
     """A model would compute something of them, and say nothing."""
     made, codec, items = prepared

@@ -87,7 +87,7 @@ def test_responses_are_those_of_transformers_alone_and_beside_others(kind, base,
     assert other.logps != pytest.approx(samples[one].logps, abs=2e-5), "the picture is seen"
 
 
-only_gemma = pytest.mark.parametrize("kind", ["gemma3"], scope="module")
+only_gemma = pytest.mark.parametrize("kind", ["gemma3"], indirect=True)
 
 
 @only_gemma
@@ -217,7 +217,7 @@ def test_chat_says_so_where_a_picture_is_not_looked_at(kind, opened, tmp_path, m
     assert said == ["a.png: not looked at, only the name is read: this model reads text alone"]
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl"], scope="module")
+@pytest.mark.parametrize("kind", ["qwen2_vl"], indirect=True)
 @pytest.mark.parametrize("stage", ["dpo", "rm", "kto"])
 def test_a_run_of_preferences_about_pictures_is_evaluated_and_answers(
     kind, stage, base, tmp_path, monkeypatch
@@ -268,7 +268,7 @@ def test_a_run_of_preferences_about_pictures_is_evaluated_and_answers(
     assert changed == [False, True, False, False, False, False]
 
 
-@pytest.mark.parametrize("kind", ["idefics3"], scope="module")
+@pytest.mark.parametrize("kind", ["idefics3"], indirect=True)
 def test_a_preview_shows_a_picture_in_place_of_its_tokens(kind, base, tmp_path):
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, pictures.rows(tmp_path))))
     pictures.recipe(tmp_path, base)
