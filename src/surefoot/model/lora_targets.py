@@ -486,7 +486,7 @@ def _of_others(
 
 
 def _leaves(of: Iterable[Matrix]) -> list[str]:
-    """The last parts of the names of those that have an adapter unless they are left out."""
+    """The last parts of the names of those that have an adapter unless they are omitted."""
     return sorted({m.target.rpartition(".")[2] for m in of if m.is_adaptable and not m.left_out})
 
 

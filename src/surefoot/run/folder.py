@@ -119,8 +119,8 @@ def opened(recipe: Recipe, world: World = ALONE) -> Iterator[RunFolder]:
 
 
 def _must_take_writes(folder: Path, *, is_cache: bool) -> None:
-    """Refuse a bucket that is mounted as a folder through which only whole files can be streamed,
-    before the model is loaded. Appends to metrics and launches would be lost there without a word,
+    """Refuse a bucket that is mounted as a folder to which a file can only be streamed,
+    before the model is loaded. Appends to metrics and launches would be lost there silently,
     and the first save would fail."""
     try:
         make_folder(folder)

@@ -68,12 +68,12 @@ class Ledger:
                 self._stretches.append((first, step, share * seconds))
         self.step = step
 
-    def _train(self, step: int, seconds: float, *, is_cut_off: bool) -> None:
-        """The loop has trained for ``seconds`` until ``step``, and was then cut off or not."""
+    def _train(self, step: int, seconds: float, *, is_interrupted: bool) -> None:
+        """The loop has trained for ``seconds`` until ``step``, and was then interrupted or not."""
         if step < self.step:  # a rollback
             self.seconds["repeated"] += seconds
             self._resume(step)
-        elif step == self.step and self._stretches and not is_cut_off:
+        elif step == self.step and self._stretches and not is_interrupted:
             first, last, before = self._stretches[-1]
             self._stretches[-1] = first, last, before + seconds
         else:
@@ -93,8 +93,8 @@ class Ledger:
             now = row["seconds"]
             if TRAINING in now:
                 trained = now[TRAINING] - before.get(TRAINING, 0.0)
-                is_cut_off = row["event"] == "heartbeat" or row.get("outcome") == "failed"
-                self._train(row["step"], trained, is_cut_off=is_cut_off)
+                is_interrupted = row["event"] == "heartbeat" or row.get("outcome") == "failed"
+                self._train(row["step"], trained, is_interrupted=is_interrupted)
             before = now
         spent = {name: seconds for name, seconds in before.items() if name != TRAINING}
         if (overlap := ended_before - began) > 0:  # it has waited for the last save of that one
