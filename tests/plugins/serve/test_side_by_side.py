@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def client(folder):
     every = tuple((name, str(folder / name)) for name in (*RANKS, *TURNS))
-    with running(folder / "base", adapters=every) as client:
+    with running(folder / "base", adapters=every, batch_invariant=True) as client:
         yield client
 
 
