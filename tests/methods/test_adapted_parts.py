@@ -333,7 +333,7 @@ def test_a_rank_without_pictures_has_gradients_of_zero_in_the_tower(kind, run, p
     use_packed(model, 200, pictures.probes(pictures.recipe(folder, folder / "base"), codec))
     LoRA(rank=2, parts=("tower", "language"), modules_to_save=("projector",)).apply(model)
     text = [item for item in items if not len(item["media"])]
-    batch = collation.among(items, 2).batch(text).located()
+    batch = collation.among(items, 2).batch(text).read().located()
     compute(model, batch, pictures.LOGPS, head=logprob_head_of(model)).logps.sum().backward()
     reached = {"tower": [], "projector": [], "language": []}
     for name, parameter in model.named_parameters():

@@ -257,7 +257,7 @@ def test_a_cap_that_the_model_does_not_apply_is_not_applied(kind, prepared):
     model.config.get_text_config().final_logit_softcapping = 0.1
     collation = collation_of(made, codec)
     expected = torch.cat([alone(model, collation, item) for item in items])
-    values = together(model, pictures.padded(collation).batch(items).located())
+    values = together(model, pictures.padded(collation).batch(items).read().located())
     torch.testing.assert_close(values, expected)
 
 
@@ -394,7 +394,7 @@ def test_rewards_of_responses_to_a_picture_are_those_of_each_alone(kind, form, t
     torch.nn.init.normal_(head.weight)
     expected = []
     for item in (conversation for pair in items for conversation in split(pair)):
-        batch = replace(collation_of(made, codec), collate=collate).batch([item])
+        batch = replace(collation_of(made, codec), collate=collate).batch([item]).read()
         given = {"input_ids": batch.input_ids, "use_cache": False, **batch.media}
         hidden = model(**given, output_hidden_states=True).hidden_states[-1]
         expected.append(head(hidden[0, -1])[0])
@@ -403,7 +403,7 @@ def test_rewards_of_responses_to_a_picture_are_those_of_each_alone(kind, form, t
     if form != "padded":
         may_share = use_packed(model, 200, picture_probes(made, codec))
         collation = collation.for_model(PromptSharing(form == "shared" and may_share))
-    batch = collation.batch(items).located()
+    batch = collation.batch(items).read().located()
     found = compute(model, batch, SCORES, head=logprob_head_of(model), values=head).values
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
 
@@ -419,7 +419,7 @@ def test_marked_responses_to_pictures_are_compared_with_the_reference(kind, run,
     settings = {"stage": "kto", "datasets": ["rows"], "train": {"global_batch_size": 6}}
     trainer = run(**settings)
     window = trainer.windows.next_turn().window
-    assert any("pixel_values" in batch.media for batch in window)
+    assert any(batch.pictures is not None for batch in window)
     assert spread.learn(run(**settings), 1)[0][0] == pytest.approx(0.5, rel=1e-5)
     examples = [OpenAI(kto_tag="good").read(row) for row in rows]
     codec, stage = trainer.evaluation.context((0, 0)).codec, trainer.stage
@@ -431,7 +431,7 @@ def test_marked_responses_to_pictures_are_compared_with_the_reference(kind, run,
     alone_logps = [alone(model, replace(collation, collate=collate), pair).sum() for pair in pairs]
     probed = pictures.recipe(tmp_path, tmp_path / "base")
     use_packed(model, 200, pictures.probes(probed, codec))
-    batch = collation.batch(pairs).located()
+    batch = collation.batch(pairs).read().located()
     outputs = compute(model, batch, pictures.LOGPS, head=logprob_head_of(model))
     torch.testing.assert_close(log_probabilities(outputs, batch), torch.stack(alone_logps))
 

@@ -23,7 +23,7 @@ TOWER, PROJECTOR, LANGUAGE = PARTS = ("tower", "projector", "language")
 def parts_of(model: PreTrainedModel) -> Mapping[str, list[nn.Parameter]]:
     """The parameters of each part; empty if the model reads text alone, or has no such parts."""
     decoder, tower = model.get_decoder(), model.get_encoder(modality="image")
-    if tower in (model, model.base_model, decoder) or decoder in (model, model.base_model):
+    if tower in (None, model, model.base_model, decoder) or decoder in (model, model.base_model):
         return {}
     language = {id(p) for p in decoder.parameters()}
     if (head := model.get_output_embeddings()) is not None:
@@ -44,7 +44,8 @@ def parts_of(model: PreTrainedModel) -> Mapping[str, list[nn.Parameter]]:
 def sound_towers(model: PreTrainedModel) -> list[nn.Module]:
     """The tower for sounds, if there is one."""
     encoder = model.get_encoder(modality="audio")
-    return [] if encoder in (model, model.base_model, model.get_decoder()) else [encoder]
+    others = (None, model, model.base_model, model.get_decoder())
+    return [] if encoder in others else [encoder]
 
 
 def modules_of(module: nn.Module, parameters: Set[nn.Parameter]) -> Iterator[str]:
