@@ -1,5 +1,6 @@
 """A user's project in a folder: a tiny model, its tokenizer, a dataset, a recipe; and the CLI."""
 
+import faulthandler
 import json
 import os
 import shutil
@@ -157,6 +158,7 @@ def surefoot(*arguments, stdin=None, popen=warm.Popen):
 
 def in_child(work, *, kill_when=None):
     """Run ``work()`` in a forked process, killed as soon as ``kill_when()``; its exit code."""
+    faulthandler.cancel_dump_traceback_later()  # no fork has its thread, which would be waited for
     pid = os.fork()
     if pid == 0:
         try:
