@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import signal
 from pathlib import Path
 
 import hypothesis
@@ -69,6 +70,17 @@ def _log_as_imported():
     log = logging.getLogger("surefoot")
     log.setLevel(logging.NOTSET)
     log.propagate, log.handlers[:] = True, []
+
+
+@pytest.fixture(autouse=True)
+def _signals_end_what_is_started():
+    """A handler that a test leaves would be inherited, and lm-eval's pool of workers, which it ends
+    by SIGTERM, would wait for ever."""
+    signals = (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
+    before = [signal.getsignal(number) for number in signals]
+    yield
+    for number, handler in zip(signals, before, strict=True):
+        signal.signal(number, handler or signal.SIG_DFL)
 
 
 @pytest.fixture
