@@ -12,7 +12,7 @@ import pytest
 import commands
 from project import Project, start, surefoot
 from surefoot.run.goodput import PARTS, ledger_of
-from surefoot.training.callbacks.launches import HEARTBEAT, NAME, Stopwatch
+from surefoot.training.callbacks.launches import HEARTBEAT, NAME
 
 goodput, shown, refused = commands.of("runs", "goodput")
 
@@ -148,30 +148,6 @@ def test_what_is_no_record_is_refused(tmp_path):
     (tmp_path / NAME).write_text('{"event": "launch", "time": "now"}\n')
     assert "is no record of launches" in refused(tmp_path)
     assert "no such folder" in refused(tmp_path / "none")
-
-
-def test_a_stopwatch_has_every_second_once():
-    now = [0.0]
-    watch = Stopwatch(clock=lambda: now[0])
-
-    def pass_(seconds):
-        now[0] += seconds
-
-    pass_(2)
-    watch.switch("training")
-    pass_(3)
-    with watch.on("evaluating"):
-        pass_(4)
-        with watch.on("saving"):
-            pass_(5)
-        pass_(6)
-    with pytest.raises(KeyError), watch.on("data"):
-        pass_(7)
-        raise KeyError
-    pass_(8)
-    expected = {"starting": 2, "training": 11, "evaluating": 10, "saving": 5, "data": 7}
-    assert watch.read() == expected
-    assert sum(expected.values()) == now[0]
 
 
 def killed(project, num_kills, seconds, rng):

@@ -34,12 +34,12 @@ MARKS, PHASE, STEP, MICRO_BATCH, TEXT_LENGTH, TOKENS, RATE = range(7)
 SLOWEST, TOTAL, PROCESSOR, ALLOWED = range(4)  # of each phase, from PHASES_AT on
 PHASES = (
     *("starting", "preparing a batch", "training", "evaluating", "saving", "running callbacks"),
-    "uploading",
+    *("ending", "uploading"),
 )
-STARTING, DATA, TRAINING, EVALUATING, SAVING, CALLBACKS, UPLOADING = range(len(PHASES))
+STARTING, DATA, TRAINING, EVALUATING, SAVING, CALLBACKS, ENDING, UPLOADING = range(len(PHASES))
 # Seconds without a mark, with `parallel.timeout: auto`. A save may wait 15 minutes for its writer
 # process (docs/how-to/resume.md), and one call of a callback or an upload may be long.
-LEAST = (1800.0, 120.0, 120.0, 600.0, 3600.0, 1800.0, 6 * 3600.0)
+LEAST = (1800.0, 120.0, 120.0, 600.0, 3600.0, 1800.0, 1800.0, 6 * 3600.0)
 FIRST = 1800.0  # as long as no step of a kind has been taken
 FACTOR = 10.0  # times the slowest one so far
 MOVES_BYTES = (STARTING, SAVING, UPLOADING)  # where bytes that are read or written are progress

@@ -1,4 +1,5 @@
-"""Marks of progress: what a rank does, and since when, in memory that its watchdog reads.
+"""Marks of progress: what a rank does, and since when, in memory that its watchdog reads; and the
+seconds that each phase has taken, for ``surefoot runs goodput``.
 
 A mark is a number written to shared memory (0.15 us; a change of phase 6 us), which neither
 waits for anything nor depends on the watchdog.
@@ -13,7 +14,11 @@ from contextlib import contextmanager
 
 from . import _watchdog as marks
 
-STARTING, DATA, TRAINING, EVALUATING, SAVING, CALLBACKS, UPLOADING = range(len(marks.PHASES))
+(STARTING, DATA, TRAINING, EVALUATING, SAVING, CALLBACKS, ENDING, UPLOADING) = range(
+    len(marks.PHASES)
+)
+# The phases in the record of a launch.
+PARTS = ("starting", "data", "training", "evaluating", "saving", "callbacks", "ending", "ending")
 
 
 class Progress:
@@ -27,6 +32,7 @@ class Progress:
         self._words[marks.MICRO_BATCH] = -1
         self._since, self._cpu = time.monotonic(), time.thread_time()
         self._began: float | None = None  # of a micro-batch
+        self._prepared = 0.0
 
     @contextmanager
     def during(self, phase: int) -> Iterator[None]:
@@ -79,6 +85,22 @@ class Progress:
     def tick(self) -> None:
         """Something that is counted has been done: a batch of an evaluation, for one."""
         self._words[marks.MARKS] += 1
+
+    def prepared(self, seconds: float) -> None:
+        """So long, the last batch was no data that training waited for, but the stage's own
+        computing: rollouts, for one."""
+        self._prepared += seconds
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The seconds since the start, each in one of ``PARTS``; those that have any."""
+        words, seconds = self._words, dict.fromkeys(PARTS, 0.0)
+        for phase, part in enumerate(PARTS):
+            seconds[part] += words[marks.PHASES_AT + 4 * phase + marks.TOTAL]
+        seconds[PARTS[int(words[marks.PHASE])]] += time.monotonic() - self._since
+        seconds["data"] -= self._prepared
+        seconds["training"] += self._prepared
+        return {part: value for part, value in seconds.items() if value}
 
     @property
     def spent(self) -> tuple[float, float, float]:

@@ -39,7 +39,7 @@ def watched(world: World, section: ParallelSection, folder: Path) -> Iterator[Wo
     that makes none for ``parallel.timeout`` is reported, also in ``folder``, and ends the run with
     the code ``HUNG``. A collective call. Elsewhere than on Linux, nothing is watched."""
     if sys.platform != "linux":
-        yield world
+        yield replace(world, progress=Progress())
         return
     with contextlib.ExitStack() as stack:
         memory = os.memfd_create("surefoot-progress")

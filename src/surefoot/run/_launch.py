@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from ..network.open import check_packages
 from ..parallel.world import World
 from ..recipe.recipe import Recipe
 from ..training.callback import TrainerCallback, TrainerState
-from ..training.callbacks.launches import MAX_LINE, STARTING, LaunchFiles, redacted
+from ..training.callbacks.launches import MAX_LINE, LaunchFiles, redacted
 from ..training.callbacks.trackers import Heartbeat, Reports, TrackerProcess, finish
 from ..training.section import TrainSection
 from ..training.trainer import Trainer
@@ -44,7 +43,7 @@ def recorded(
     error; and report it to the trackers of the recipe. Nothing on other ranks. Raises
     ``RecipeError`` if a tracker or the webhook's URL is missing."""
     world.on_main(partial(_check_reports, recipe.train))
-    files = LaunchFiles(folder, began)
+    files = LaunchFiles(folder, began, world.progress)
     if not world.is_main:
         yield LaunchRecord(files)
         return
@@ -75,10 +74,7 @@ class LaunchRecord:
     _state: TrainerState | None = None  # once there is a trainer
 
     def follow(self, trainer: Trainer) -> Trainer:
-        """The trainer is built, and knows what its time goes to."""
-        stopwatch = self.files.stopwatch = trainer.stopwatch
-        before_it = time.time() - self.files.began - stopwatch.read()[STARTING]
-        stopwatch.add(STARTING, before_it)
+        """The trainer is built: its saver knows the time that saves cost."""
         self._state = trainer.state
         for callback in self.callbacks:
             if isinstance(callback, Heartbeat):

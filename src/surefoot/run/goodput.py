@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import RunError
 from ..storage.files import parse_json
-from ..training.callbacks.launches import ENDING, NAME, STARTING, TRAINING, Follower, last_heartbeat
+from ..training.callbacks.launches import NAME, Follower, last_heartbeat
 
 # What each second of a run belongs to. The first three are one clock of the loop, divided by
 # whether the steps are in the run's latest state.
@@ -22,10 +22,11 @@ PARTS = {
     "trained": "steps that are part of the run, and their rollouts",
     "repeated": "steps that a later launch or a rollback has repeated",
     "saving": "training waited for saves",
-    "evaluating": "evaluations, and the callbacks after them",
+    "evaluating": "evaluations",
+    "callbacks": "callbacks: logs, trackers, responses to evaluation rows",
     "data": "training waited for data",
-    STARTING: "from the start of the process to the first step: imports, model, data",
-    ENDING: "after the last step: the results, the last upload",
+    "starting": "from the start of the process to the first step: imports, model, data",
+    "ending": "after the last step: the results, the last upload",
     "down": "from the last sign of life of a launch to the next launch",
     "unrecorded": "not recorded: launches of earlier versions, or a suspended machine",
 }
@@ -91,21 +92,21 @@ class Ledger:
             if "seconds" not in row:  # what a watchdog, or an earlier version, says of the end
                 continue
             now = row["seconds"]
-            if TRAINING in now:
-                trained = now[TRAINING] - before.get(TRAINING, 0.0)
+            if "training" in now:
+                trained = now["training"] - before.get("training", 0.0)
                 is_interrupted = row["event"] == "heartbeat" or row.get("outcome") == "failed"
                 self._train(row["step"], trained, is_interrupted=is_interrupted)
             before = now
-        spent = {name: seconds for name, seconds in before.items() if name != TRAINING}
+        spent = {name: seconds for name, seconds in before.items() if name != "training"}
         if (overlap := ended_before - began) > 0:  # it has waited for the last save of that one
-            spent[STARTING] = spent.get(STARTING, 0.0) - overlap
+            spent["starting"] = spent.get("starting", 0.0) - overlap
             began = ended_before
         elif self.num_launches:
             self.seconds["down"] -= overlap
         for name, seconds in spent.items():
             self.seconds[name] += seconds
         self.seconds["unrecorded"] += (
-            ended - began - sum(spent.values()) - before.get(TRAINING, 0.0)
+            ended - began - sum(spent.values()) - before.get("training", 0.0)
         )
         self.num_launches += 1
         return ended

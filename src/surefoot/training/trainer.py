@@ -21,12 +21,10 @@ from ..checkpoint.state.roles import MODEL, Stateful
 from ..checkpoint.state.states import RandomState
 from ..errors import STOP_SIGNALS
 from ..model.numerics import seed_everything
-from ..parallel.progress import DATA, EVALUATING, SAVING
-from ..parallel.progress import TRAINING as IN_TRAINING
+from ..parallel.progress import DATA, ENDING, EVALUATING, SAVING, TRAINING
 from ..parallel.world import ALONE, World
 from ..storage.files import exists
 from .callback import Callbacks, TrainerControl, TrainerState
-from .callbacks.launches import ENDING, TRAINING, Stopwatch
 from .control import LogAccumulator, StopSignal
 from .evaluation import Evaluation, EvaluationSet, prefixed, record_evaluation
 from .section import TrainSection
@@ -92,7 +90,6 @@ class Trainer:
     save_steps: int | None = None  # of the recipe, for `trainer_state.json`
     feeder: AbstractContextManager[object] = field(default_factory=nullcontext)  # while data comes
     stop: StopSignal = field(default_factory=StopSignal)
-    stopwatch: Stopwatch = field(default_factory=Stopwatch)
     _progress: _Progress = field(default_factory=_Progress, init=False)
 
     @property
@@ -127,10 +124,9 @@ class Trainer:
         Raises ``RunError`` for NaN and infinity if ``on_nan`` is stop, ``CheckpointError`` if a
         save failed and ``on_save_error`` is stop."""
         self.control.should_training_stop, self.control.stop_signal = False, None
-        self.stopwatch.switch(TRAINING)
         self.policy.module.train()
         self.callbacks.emit("on_train_begin")
-        with self.stop, self.feeder, self.saver, self.world.progress.during(IN_TRAINING):
+        with self.stop, self.feeder, self.saver, self.world.progress.during(TRAINING):
             for flag in self.state.pending:
                 setattr(self.control, flag, True)
             if self.section.on_nan == "rollback" and self.saver.newest is None:
@@ -140,7 +136,7 @@ class Trainer:
                 self._turn()
                 self._act()
             self._collect(wait=True)
-        self.stopwatch.switch(ENDING)
+        self.world.progress.enter(ENDING)
         self.callbacks.emit("on_train_end")
         return self.state
 
@@ -184,10 +180,9 @@ class Trainer:
             self.callbacks.emit("on_epoch_begin")
         windows.memory.step = self.state.global_step + 1
         self.world.progress.step(self.state.global_step + 1)
-        with self.world.progress.during(DATA), self.stopwatch.on("data"):
+        with self.world.progress.during(DATA):
             turn = windows.next_turn()
-        for name, change in (("data", -turn.seconds), (TRAINING, turn.seconds)):
-            self.stopwatch.add(name, change)  # the stage has prepared it, by rollouts for example
+        self.world.progress.prepared(turn.seconds)
         self.interval.note(turn.figures)
         self.interval.spend(turn.seconds)
         if (turn.window and not self._step(turn)) or not windows.is_between:
@@ -356,10 +351,9 @@ class Trainer:
             self.interval.log(self.callbacks)
         if control.should_evaluate and self.evals:
             try:
-                with self.world.progress.during(EVALUATING), self.stopwatch.on("evaluating"):
+                with self.world.progress.during(EVALUATING):
                     parts = self._measure_all()
-                with self.stopwatch.on("evaluating"), self.policy.network.evaluating():
-                    # callbacks generate without dropout
+                with self.policy.network.evaluating():  # callbacks generate without dropout
                     record_evaluation(self.section, self.callbacks, prefixed(parts, "eval"))
             except _BrokenOffError:
                 state.pending = ["should_evaluate"]
@@ -413,7 +407,7 @@ class Trainer:
         is_best = (
             self.section.load_best_model_at_end and state.best_global_step == state.global_step
         )
-        with self.world.progress.during(SAVING), self.stopwatch.on("saving"):
+        with self.world.progress.during(SAVING):
             self.saver.save(
                 state.global_step,
                 self.states,
@@ -444,7 +438,7 @@ class Trainer:
 
     def _collect(self, *, wait: bool = False) -> None:
         """Call the callbacks for saves that have been committed."""
-        with self.world.progress.during(SAVING), self.stopwatch.on("saving"):
+        with self.world.progress.during(SAVING):
             committed = self.saver.wait() if wait else self.saver.poll()
         for path in committed:
             self._progress.rollbacks = 0

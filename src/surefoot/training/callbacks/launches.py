@@ -19,13 +19,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...errors import RunError
+from ...parallel.progress import Progress
 from ...storage.files import (
     File,
     append_line,
@@ -43,43 +44,9 @@ NAME = "launches.jsonl"
 HEARTBEAT = ".heartbeat.json"  # hidden: not uploaded with a run in an object store
 STOP = ".stop"
 INTERVAL = 1.0  # seconds between heartbeats, and between two looks for STOP
-STARTING, TRAINING, ENDING = "starting", "training", "ending"  # what a Stopwatch begins with, ...
 _LAST = 1 << 14  # bytes that hold the last two lines of NAME
 _OF_DEATH = ("time", "began", "step", "seconds")  # of a heartbeat, once it is the last one
 MAX_LINE = 2000  # characters of an error or of a command
-
-
-class Stopwatch:
-    """The seconds of a launch by what they go to, which is one thing at a time."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._seconds: dict[str, float] = {}
-        self._clock, self._now, self._since = clock, STARTING, clock()
-
-    def switch(self, name: str) -> str:
-        """From now on, seconds go to ``name``; returns to what they went until now."""
-        now, before = self._clock(), self._now
-        self.add(before, now - self._since)
-        self._now, self._since = name, now
-        return before
-
-    @contextmanager
-    def on(self, name: str) -> Iterator[None]:
-        """The seconds of the block go to ``name``."""
-        before = self.switch(name)
-        try:
-            yield
-        finally:
-            self.switch(before)
-
-    def add(self, name: str, seconds: float) -> None:
-        """Add seconds that were measured elsewhere."""
-        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
-
-    def read(self) -> dict[str, float]:
-        """The seconds until now."""
-        self.switch(self._now)
-        return {name: round(seconds, 6) for name, seconds in self._seconds.items()}
 
 
 @dataclass
@@ -88,8 +55,14 @@ class LaunchFiles:
 
     folder: Path
     began: float = field(default_factory=time.time)
-    stopwatch: Stopwatch | None = None  # of the Trainer, once there is one
+    progress: Progress | None = None  # of the rank, from some time after it began
     _beat: float = field(default=0.0, init=False)
+    _before: float = field(default=0.0, init=False)  # seconds until there was progress
+
+    def __post_init__(self) -> None:
+        self._before = time.time() - self.began
+        if self.progress is not None:
+            self._before -= sum(self.progress.seconds.values())
 
     def announce(self, pid: int) -> None:
         """Another process was started that will begin the launch, or fail before it does."""
@@ -130,9 +103,10 @@ class LaunchFiles:
         self._append("end", outcome=outcome, **facts, **self._spent())
 
     def _spent(self) -> dict[str, Any]:
-        if self.stopwatch is None:
-            return {"seconds": {STARTING: time.time() - self.began}}
-        return {"seconds": self.stopwatch.read()}
+        if self.progress is None:
+            return {}
+        seconds = {part: round(value, 6) for part, value in self.progress.seconds.items()}
+        return {"seconds": {**seconds, "starting": seconds.get("starting", 0.0) + self._before}}
 
     def _record_death(self) -> None:
         """Record the last heartbeat of a launch that was killed, which this one replaces: until
