@@ -84,15 +84,14 @@ def recipe(todo: Task) -> dict[str, object]:
     }
 
 
-def main() -> None:
+def measure(recipe: dict[str, object], meter: Meter) -> None:
     """Train, and leave the report."""
-    todo = task()
-    meter = Meter(todo)
     try:
-        surefoot.train(recipe(todo), callbacks=[Watch(meter)])
+        surefoot.train(recipe, callbacks=[Watch(meter)])
     except _MeasuredError:
         meter.write()
 
 
 if __name__ == "__main__":
-    main()
+    todo = task()
+    measure(recipe(todo), Meter(todo))

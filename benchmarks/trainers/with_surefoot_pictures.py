@@ -5,35 +5,7 @@ from __future__ import annotations
 
 from row_meter import RowMeter
 from task import Task, task
-
-import surefoot
-from surefoot.training.callback import Context, TrainerCallback, TrainerControl, TrainerState
-
-
-class Watch(TrainerCallback):
-    """Reports the run's events to the meter."""
-
-    def __init__(self, meter: RowMeter) -> None:
-        self.meter = meter
-
-    def on_train_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
-        """The model is ready."""
-        self.meter.watch(args.model)
-
-    def on_step_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
-        """A step begins."""
-        self.meter.begin()
-
-    def on_step_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
-        """A step has ended."""
-        self.meter.end()
-
-    def on_log(
-        self, args: Context, state: TrainerState, control: TrainerControl, logs: dict[str, float]
-    ) -> None:
-        """Note the loss."""
-        if "loss" in logs:
-            self.meter.losses.append(logs["loss"])
+from with_surefoot import measure
 
 
 def recipe(todo: Task) -> dict[str, object]:
@@ -53,7 +25,7 @@ def recipe(todo: Task) -> dict[str, object]:
         "optim": {"adamw": {"learning_rate": 1e-4, "schedule": "constant"}},
         "train": {
             "output_dir": todo.output,
-            "max_steps": todo.steps,
+            "max_steps": todo.steps + 2,  # as in `with_surefoot`
             "global_batch_size": todo.batch,
             "micro_batch_size": todo.batch,
             "log_steps": 1,
@@ -63,6 +35,4 @@ def recipe(todo: Task) -> dict[str, object]:
 
 if __name__ == "__main__":
     todo = task()
-    meter = RowMeter(todo)
-    surefoot.train(recipe(todo), callbacks=[Watch(meter)])
-    meter.write()
+    measure(recipe(todo), RowMeter(todo))

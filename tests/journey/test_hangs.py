@@ -23,6 +23,7 @@ from project import Project, checkpoints, metrics
 from surefoot.errors import HUNG
 from surefoot.parallel._watchdog import REPORT
 from surefoot.training.callback import TrainerCallback
+from surefoot.training.callbacks.launches import started
 
 MINUTES = 0.1
 DEADLINE = 60 * MINUTES * 1.2 + 20  # from the hang to the end of the last rank, on a busy machine
@@ -293,12 +294,16 @@ def test_an_encoder_that_is_stopped_is_named(tmp_path):
             child = real(*arguments, **options)
             os.kill(child.process.pid, signal.SIGSTOP)
             made.run.mkdir(exist_ok=True)
-            (made.run / "hung").touch()
+            (made.run / "hung").write_text(str(child.process.pid))
             return child
 
         _encoder_worker.Child = stopped
 
     Ranks(made, 1, prepare=prepare).hung([0], r"it is at \S*_encoder_worker.py:\d+ in wait")
+    encoder, deadline = int((made.run / "hung").read_text()), time.monotonic() + 20
+    while started(encoder) is not None:  # it ends with the rank, though it is stopped
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"pp": 2}, {"dp_replicate": 2}], ids=str)

@@ -44,26 +44,7 @@ def prepare(name, folder):
     data = rows(folder)
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, data)) + "\n")
     processor = picture_models.save(folder / "model", name)
-    recipe = {
-        "model": {"path": str(folder / "model")},
-        "stage": "sft",
-        "data": {
-            "datasets": [str(folder / "rows.jsonl")],
-            "dataset_dir": str(folder),
-            "cutoff_len": 2000,
-            "packing": False,
-            "cache_dir": str(folder / "cache"),
-        },
-        "train": {
-            "max_steps": 3,
-            "global_batch_size": 4,
-            "micro_batch_size": 2,
-            "log_steps": 1,
-            "max_grad_norm": 0.0,
-            "output_dir": str(folder / "run"),
-        },
-        "optim": {"adamw": {"learning_rate": sweep.RATE, "schedule": "constant"}},
-    }
+    recipe = sweep.recipe_of(folder, datasets=[str(folder / "rows.jsonl")], cutoff_len=2000)
     codec = open_codec(read(recipe, {}), folder / "model")
     if codec.media is None:
         raise ModelError(codec.why_text)

@@ -44,14 +44,18 @@ def prepare(name, folder):
     AutoTokenizer.from_pretrained(folder / "model").save_pretrained(folder / "model")
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)) + "\n")
     (folder / "dataset_info.json").write_text(json.dumps({"rows": {"file_name": "rows.jsonl"}}))
+    return recipe_of(folder, datasets=["rows"], cutoff_len=128)
+
+
+def recipe_of(folder, **data):
+    """Three steps of the model in ``folder``."""
     return {
         "model": {"path": str(folder / "model")},
         "data": {
-            "datasets": ["rows"],
             "dataset_dir": str(folder),
-            "cutoff_len": 128,
             "packing": False,
             "cache_dir": str(folder / "cache"),
+            **data,
         },
         "stage": "sft",
         "train": {

@@ -233,12 +233,16 @@ class Watch:
 
     def end(self) -> None:
         """End the rank by the signal that is its exit code, or however it can be ended."""
+        children = list(self._children())
         self.send(self.exit)
         self.send(signal.SIGCONT)  # a stopped process receives nothing else
         deadline = time.monotonic() + 3.0
         while os.getppid() == self.pid and time.monotonic() < deadline:
             time.sleep(0.02)
         self.send(signal.SIGKILL)
+        for pid in children:  # a stopped one would never receive that its parent has died
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGCONT)
 
 
 def _num_bytes(pid: int) -> int:

@@ -96,9 +96,9 @@ def read_settings(words: Sequence[str], allowed: Collection[str] | None) -> dict
         if key in settings:
             raise RunError(f"--set {key}: occurs twice")
         settings[key] = value
-    for text in [*settings.items()]:
-        if not text[1].replace("\n", "").isprintable() or (text[0] != "setup" and "\n" in text[1]):
-            raise RunError(f"--set {text[0]}: a control character in {text[1]!r}")
+        lines = value.split("\n") if key == "setup" else [value]
+        if not all(line.isprintable() for line in lines):
+            raise RunError(f"--set {key}: a control character in {value!r}")
     return settings
 
 
