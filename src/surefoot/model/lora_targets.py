@@ -401,10 +401,10 @@ def choose_targets(
     for part in sorted({*parts} - {of_parts.get(name, LANGUAGE) for name in chosen}):
         leaves = _leaves(matrix for matrix in within if matrix.part == part)
         has = f"whose linear layers are {', '.join(leaves)}" if leaves else "without linear layers"
-        in_full = f"{setting.removesuffix('parts')}modules_to_save trains it in full"
+        hint = f" ({setting.removesuffix('parts')}modules_to_save trains it in full)"
         raise RecipeError(
             f"{key}: nothing to adapt in the {part}, {has}; name others, or leave {part} out of "
-            f"{setting}{f' ({in_full})' if part == PROJECTOR else ''}"
+            f"{setting}{hint if part == PROJECTOR else ''}"
         )
     layers = {name.split(".")[-2] for name, fused in chosen.items() if not fused}
     converted = {layer for layer in layers if _is_converted(model, layer)}

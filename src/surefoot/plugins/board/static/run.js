@@ -180,10 +180,10 @@ export async function page(body, { run, tab = "curves" }) {
       [`${one.begin.device ?? NONE} × ${one.begin.ranks ?? 1}`, h("div.soft.small", {}, machine(one.begin))], one.begin.resumed_from || t("from scratch"),
       ended(one, i === details.launches.length - 1), one.end ? duration(one.end.time - one.begin.time) : NONE]);
     const { wall, seconds = {} } = details.goodput ?? {};
-    const spent = [["trained", t("trained")], ["repeated", t("repeated")], ["saving", t("waited for saves")], ["evaluating", t("evaluating")],
-      ["data", t("waited for data")], ["starting", t("opening model and data")], ["ending", t("results and uploads")], ["down", t("no launch ran")],
-      ["unrecorded", t("not recorded")]].filter(([part]) => seconds[part] >= 0.5)
-      .map(([part, words]) => [words, duration(seconds[part]), number((100 * seconds[part]) / wall, 3)]);
+    const words = { trained: t("trained"), repeated: t("repeated"), saving: t("waited for saves"), evaluating: t("evaluating"), callbacks: t("callbacks"),
+      data: t("waited for data"), starting: t("opening model and data"), ending: t("results and uploads"), down: t("no launch ran"), unrecorded: t("not recorded") };
+    const spent = Object.entries(seconds).filter(([, value]) => value >= 0.5)
+      .map(([part, value]) => [words[part] ?? part, duration(value), number((100 * value) / wall, 3)]);
     const where = [[t("Where the time went"), "whole"], [t("Took"), "num"], ["%", "num"]];
     replace(content, spent.length ? h("div.panel", {}, table(where, spent)) : null, h("div.panel", {}, h("h2", {}, t("Launches")), rows.length ? table(columns, rows) : h("p.soft", {}, t("This run has no record of its launches."))),
       h("div.panel", {}, h("h2", {}, t("Log")), text));
