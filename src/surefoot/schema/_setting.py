@@ -64,10 +64,15 @@ class Setting:
     name: str
     hint: object  # its type, without Annotated
     default: object  # dataclasses.MISSING if it must be given
-    doc: str
+    owner: type  # the section that it is a field of
     choices: Mapping[str, type] | None = None  # set if it holds a variant
     each: Variants | None = None  # set if it holds a list of variants
     section: type | None = None  # set if it holds a section
+
+    @property
+    def doc(self) -> str:
+        """The string below it in the source, as one line of Markdown."""
+        return documentation(self.owner).get(self.name, "")
 
     @property
     def is_required(self) -> bool:
@@ -96,12 +101,8 @@ class Setting:
 @functools.cache
 def settings(cls: type) -> Mapping[str, Setting]:
     """The fields of the section ``cls`` by name."""
-    hints, docs = typing.get_type_hints(cls, include_extras=True), documentation(cls)
-    return {
-        f.name: _setting(f, hints[f.name], docs.get(f.name, ""))
-        for f in dataclasses.fields(cls)
-        if f.init
-    }
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {f.name: _setting(f, hints[f.name], cls) for f in dataclasses.fields(cls) if f.init}
 
 
 def setting_at(cls: type, path: Sequence[str | int]) -> Setting | None:
@@ -126,24 +127,25 @@ def is_text(hint: object) -> bool:
     return all(isinstance(arm, type) and issubclass(arm, str | Path) for arm in kinds)
 
 
-def _setting(field: dataclasses.Field[Any], hint: object, doc: str) -> Setting:
+def _setting(field: dataclasses.Field[Any], hint: object, owner: type) -> Setting:
     default = field.default
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
     if (variants := _variants(hint)) is not None:
-        return Setting(field.name, hint, default, doc, choices=variants.choices)
+        return Setting(field.name, hint, default, owner, choices=variants.choices)
     if typing.get_origin(hint) is tuple and (each := _variants(typing.get_args(hint)[0])):
-        return Setting(field.name, hint, default, doc, each=each)
+        return Setting(field.name, hint, default, owner, each=each)
     if typing.get_origin(hint) is Annotated:
         hint = typing.get_args(hint)[0]
     section = hint if isinstance(hint, type) and dataclasses.is_dataclass(hint) else None
-    return Setting(field.name, hint, default, doc, section=section)
+    return Setting(field.name, hint, default, owner, section=section)
 
 
 def _variants(hint: object) -> Variants | None:
     return next((m for m in getattr(hint, "__metadata__", ()) if isinstance(m, Variants)), None)
 
 
+@functools.cache  # reading sources takes a third of a second: only what shows them pays it
 def documentation(cls: type) -> dict[str, str]:
     """The string below each field of ``cls``, as one line of Markdown, by field; inherited fields
     too.
