@@ -21,6 +21,10 @@ from surefoot.training.callbacks import launches as training_process
 
 IMPORTED = ["surefoot.run.training_run", "surefoot.use", "torch.distributed.checkpoint"]
 IMPORTED += ["surefoot.plugins.cloud.mirror", "s3fs", "first_time"]
+# What a run of a tiny model imports on its way, the plot of its losses at the end above all
+IMPORTED += ["surefoot.cli.main", "surefoot.cli.train", "pydantic.dataclasses"]
+IMPORTED += ["matplotlib.figure", "matplotlib.backends.backend_agg"]
+IMPORTED += ["transformers.models.llama.modeling_llama", "transformers.generation.utils"]
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(IMPORTED)
 
