@@ -65,7 +65,7 @@ newest:  ## the tests with the newest version of everything; says what differs f
 architectures: $(STAMP)  ## try every architecture, and write the table in docs/architectures.md
 	OMP_NUM_THREADS=1 $(BIN)/python tests/zoo/page.py
 
-gpu: $(STAMP)  ## prove and measure everything on one GPU; PART=correct, speed, save or profile
+gpu: $(STAMP)  ## prove and measure everything on one GPU; PART=correct, suite, speed, save or profile
 	$(BIN)/pip install --quiet --disable-pip-version-check -r benchmarks/gpu/requirements.txt -c benchmarks/gpu/constraints.txt
 	$(BIN)/python benchmarks/gpu/kit.py $(PART)
 

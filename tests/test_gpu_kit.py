@@ -393,6 +393,23 @@ def test_every_test_is_a_result_and_only_those_that_passed_stand(tmp_path):
     assert "no_such_module" in errors["test_unknown.py"]
 
 
+def test_the_suite_leaves_a_result_of_each_test_that_failed_and_the_count_of_all(tmp_path):
+    (tmp_path / "pyproject.toml").write_text(OWN_MARK)
+    (tmp_path / "test_some.py").write_text(TESTS.replace("pytestmark = pytest.mark.gpu", ""))
+    (tmp_path / "test_marked.py").write_text(TESTS)
+    (tmp_path / "test_unknown.py").write_text("import no_such_module\n")
+    made = a_kit(tmp_path, kit.run_program, tiny=True, tests=tmp_path)
+    made.part("suite")
+    found = {r["case"].rpartition("::")[2]: r for r in made.stored.records}
+    assert {name: r["status"] for name, r in found.items()} == {
+        "test_wrong": "failed",
+        "test_unknown.py": "failed",
+        correct.ALL: "ok",
+    }
+    assert found[correct.ALL]["figures"] == {"ok": 1, "skipped": 1, "failed": 2}
+    assert "1 ok" in page.render(made.stored.records)
+
+
 def test_a_test_that_hangs_or_ends_the_process_hides_no_other(tmp_path, monkeypatch):
     monkeypatch.setenv("SUREFOOT_PATIENCE", "3")
     (tmp_path / "pyproject.toml").write_text(OWN_MARK)
@@ -412,7 +429,7 @@ def test_outcomes_that_a_killed_kit_left_are_results_of_its_device_only(tmp_path
         head = {**found.stored.surroundings}
         head |= {"device": device} if device else {}
         text = "".join(json.dumps(line) + "\n" for line in (head, *lines))
-        left = tmp_path / "out" / correct.OUTCOMES
+        left = tmp_path / "out" / correct.outcomes_of("correct")
         left.write_text(text)
         for _ in range(2):  # it stays, as another kit may write it
             assert len(a_kit(tmp_path, Programs()).stored.records) == count

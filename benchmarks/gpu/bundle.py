@@ -31,9 +31,15 @@ from packaging.utils import canonicalize_name
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
-PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux_2_17")
+PLATFORMS = (
+    "manylinux_2_31",
+    "manylinux_2_28",
+    "manylinux_2_27",
+    "manylinux_2_24",
+    "manylinux_2_17",
+)
 PLATFORMS += ("manylinux2014", "manylinux1")
-TESTS = ("pytest", "hypothesis")  # beside Surefoot's own requirements
+TESTS = ("pytest", "pytest-xdist", "hypothesis")  # beside Surefoot's own requirements
 LIMIT_MIB = 64
 # Libraries of other GPUs in bitsandbytes' wheel: five sixths of it. The machine has CUDA 13.
 FOREIGN = re.compile(r"bitsandbytes/libbitsandbytes_(?!cpu|cuda13)\w+\.so")

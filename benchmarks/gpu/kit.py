@@ -1,7 +1,8 @@
 """Prove and measure everything on one GPU, in parts that each end within their minutes.
 
     make gpu                       # all parts, and the page
-    make gpu PART=correct          # or speed, save, profile; or several: PART="correct profile"
+    make gpu PART=correct          # or suite, speed, save, profile
+    make gpu PART="correct profile"
     .venv/bin/python benchmarks/gpu/kit.py speed --out runs/gpu --minutes 8
 
 A part runs its cases in order, the most telling first. It starts no case that would not fit into
@@ -40,7 +41,7 @@ from results import Results
 from sizes import FORMULA, SHAPES
 
 ROOT = results.ROOT
-PARTS = ("correct", "speed", "save", "profile")
+PARTS = ("correct", "suite", "speed", "save", "profile")
 PREPARING = {"8B": 75, "1.7B": 30}  # seconds to make a model; other models and rows take FEW
 FEW = 20
 WORK = ROOT / "runs" / "gpu-work"
@@ -101,7 +102,10 @@ class Kit:
         for folder in (*self.known, self.work):
             self.stored.adopt(folder / self.stored.path.name)
         for folder in (*self.known, self.out):  # another kit may be at work in a known one
-            correct.collect(folder / correct.OUTCOMES, self.stored, only_new=True)
+            for part in correct.MARKS:
+                correct.collect(
+                    part, folder / correct.outcomes_of(part), self.stored, only_new=True
+                )
 
     @property
     def left(self) -> float:
@@ -121,8 +125,8 @@ class Kit:
     def part(self, name: str, only: str = "") -> None:
         """Run the cases of one part that have no result yet, as far as the time goes."""
         self.deadline = min(self.end, time.monotonic() + 60 * self.minutes)
-        if name == correct.PART:
-            self.correct()
+        if name in correct.MARKS:
+            self.pytest(name)
             self.publish()
             return
         found = cases.CASES[name]()
@@ -149,24 +153,25 @@ class Kit:
             say(text)
         (self.out / "page.md").write_text(text + "\n")
 
-    def correct(self) -> None:
-        """The tests marked ``gpu``. A test that hangs, or that ends the process or its GPU
-        context, ends one round; the next round has the tests that are left."""
-        files = correct.marked(self.tests)
+    def pytest(self, part: str) -> None:
+        """The tests of ``correct`` or ``suite``. A test that hangs, or that ends the process or its
+        GPU context, ends one round; the next round has the tests that are left."""
+        files = correct.files_of(part, self.tests)
         if not files:
-            raise SystemExit(f"correct: no test in {self.tests} is marked gpu")
-        outcomes, log = self.out / correct.OUTCOMES, self.out / "correct.log"
+            raise SystemExit(f"{part}: no test in {self.tests} is marked gpu")
+        outcomes, log = self.out / correct.outcomes_of(part), self.out / f"{part}.log"
         ended: set[str] = set()
         while True:
-            env = correct.environment(outcomes, self.stored, self.left - 30, ended)
-            code = self.run(correct.command(files), self.environment() | env, ROOT, log, self.left)
-            found = correct.collect(outcomes, self.stored)
+            env = correct.environment(part, outcomes, self.stored, self.left - 30, ended)
+            command = correct.command(part, files)
+            code = self.run(command, self.environment() | env, ROOT, log, self.left)
+            found = correct.collect(part, outcomes, self.stored)
             outcomes.unlink()
-            say(f"correct: {dict(Counter(found.values()))}, pytest's exit code {code}")
+            say(f"{part}: {dict(Counter(found.values()))}, pytest's exit code {code}")
             if correct.is_complete(code, found):
                 return
-            self.keep_log("correct", log)
-            if not set(found) - ended or self.left < correct.ROUND:
+            self.keep_log(part, log)
+            if part == "suite" or not set(found) - ended or self.left < correct.ROUND:
                 return
             ended |= set(found)
 

@@ -22,9 +22,12 @@ LONGEST = 1500  # characters of a message
 # seconds of a test, the compilation of its kernels included
 PATIENCE = float(os.environ.get("SUREFOOT_PATIENCE", "150"))
 STDERR = os.fdopen(os.dup(2), "w")  # the program's own: pytest captures that of tests
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ  # whose outcomes the main process writes
 
 
 def _write(**record: object) -> None:
+    if IS_WORKER:
+        return
     with Path(os.environ["SUREFOOT_OUTCOMES"]).open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
 
@@ -34,7 +37,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     with Path(os.environ["SUREFOOT_OUTCOMES"]).open(encoding="utf-8") as file:
         known = json.loads(file.readline())
     done, late = set(known["done"]), set(known["late"])
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in done])
+    if not IS_WORKER:
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in done])
     left = [item for item in items if item.nodeid not in done]
     items[:] = sorted(left, key=lambda item: item.nodeid in late)
 

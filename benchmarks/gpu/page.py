@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import correct
 import page_heads
 import results
 from cases import ORDER, TITLES
@@ -47,7 +48,12 @@ def _device(name: str, records: Sequence[Record]) -> str:
     """All tables of one device."""
     found = list(results.latest(records).values())
     parts = [f"#### {name}", _header(found)]
-    for part, show in (("correct", _correct), ("speed", _speed), ("save", _save)):
+    for part, show in (
+        ("correct", _correct),
+        ("suite", _suite),
+        ("speed", _speed),
+        ("save", _save),
+    ):
         parts += show([r for r in found if r["part"] == part])
     parts += _profile([r for r in found if r["part"] == "profile"])
     return "\n\n".join(parts)
@@ -69,15 +75,26 @@ def _correct(records: Sequence[Record]) -> list[str]:
         return []
     count = Counter(str(r["status"]) for r in records)
     total = ", ".join(f"{number} {status}" for status, number in sorted(count.items()))
-    lines = [f"Tests marked `gpu`: {total}."]
-    lines += [
+    lines = [f"Tests marked `gpu`: {total}.", *_failures(records)]
+    reasons = Counter(_last_line(r) for r in records if r["status"] == "skipped")
+    lines += [f"- {number} skipped: {reason}" for reason, number in reasons.items()]
+    return [lines[0], *(["\n".join(lines[1:])] if lines[1:] else [])]
+
+
+def _suite(records: Sequence[Record]) -> list[str]:
+    counts: list[Any] = [r["figures"] for r in records if r["case"] == correct.ALL]
+    if not counts:
+        return []
+    total = ", ".join(f"{number:,} {status}" for status, number in sorted(counts[-1].items()))
+    return [f"`make test` on this device: {total}.", *filter(None, ["\n".join(_failures(records))])]
+
+
+def _failures(records: Sequence[Record]) -> list[str]:
+    return [
         f"- {record['status']}: `{record['case']}`: {_last_line(record)}"
         for record in records
         if record["status"] not in ("ok", "skipped")
     ]
-    reasons = Counter(_last_line(r) for r in records if r["status"] == "skipped")
-    lines += [f"- {number} skipped: {reason}" for reason, number in reasons.items()]
-    return [lines[0], *(["\n".join(lines[1:])] if lines[1:] else [])]
 
 
 def _last_line(record: Record) -> str:
