@@ -232,7 +232,7 @@ def test_connections_that_ask_nothing_make_room_for_the_owner(root, monkeypatch)
         for one in asks(port, 40):
             stack.callback(one.close)
         for _ in range(3):
-            assert httpx2.get(f"http://127.0.0.1:{port}/api/board").status_code == 200
+            assert httpx2.get(f"http://127.0.0.1:{port}/api/board", timeout=120).status_code == 200
 
 
 def test_headers_that_never_end_are_not_waited_for(root, monkeypatch):
@@ -243,7 +243,9 @@ def test_headers_that_never_end_are_not_waited_for(root, monkeypatch):
             assert slow.recv(1) == b"", "the server has closed it"
         with socket.create_connection(("127.0.0.1", port), timeout=30) as silent:
             assert silent.recv(1) == b""
-        with httpx2.Client(base_url=f"http://127.0.0.1:{port}") as client:  # keeps its connection
+        with httpx2.Client(
+            timeout=120, base_url=f"http://127.0.0.1:{port}"
+        ) as client:  # keeps its connection
             assert [client.get("/api/board").status_code for _ in range(3)] == [200] * 3
 
 

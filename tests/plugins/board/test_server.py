@@ -1,6 +1,7 @@
 import contextlib
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -14,6 +15,7 @@ from .runs import write_run
 from .serving import Server
 
 STATIC = Path(surefoot.plugins.board.__file__).parent / "static"
+get = partial(httpx.get, timeout=120)  # of a busy machine; five seconds are its own default
 STATES = ("running", "complete", "stopped", "failed", "died", "ended", "unknown")
 
 
@@ -31,16 +33,16 @@ def server(root):
 
 
 def test_the_board_answers_where_it_says(server):
-    assert httpx.get(server.address).status_code == 200
-    assert httpx.get(f"{server.address}api/runs").json()["runs"]
-    assert httpx.get(f"{server.address}api/schema").status_code == 200
+    assert get(server.address).status_code == 200
+    assert get(f"{server.address}api/runs").json()["runs"]
+    assert get(f"{server.address}api/schema").status_code == 200
 
 
 def test_a_page_that_asks_for_the_state_hears_of_lines_that_came_or_went(server, root):
     path = root / "runs/one/metrics.jsonl"
 
     def num_rows():
-        return httpx.get(f"{server.address}api/state?run=runs/one").json()["num_rows"]
+        return get(f"{server.address}api/state?run=runs/one").json()["num_rows"]
 
     before = num_rows()
     with path.open("a") as file:
@@ -48,7 +50,7 @@ def test_a_page_that_asks_for_the_state_hears_of_lines_that_came_or_went(server,
     assert num_rows() == before + 1
     path.write_text('{"step": 1, "loss": 2.0}\n')
     assert num_rows() == 1
-    assert httpx.get(f"{server.address}api/state?run=no").json() == {"state": "gone"}
+    assert get(f"{server.address}api/state?run=no").json() == {"state": "gone"}
 
 
 def test_a_port_that_is_taken_is_said(server, root):
@@ -71,9 +73,9 @@ def test_a_board_that_others_reach_needs_a_token_on_this_machine_too(root, optio
     server, asked = Server(root, option), {"Host": host}
     try:
         here = f"http://127.0.0.1:{server.port}/"
-        assert httpx.get(here, headers=asked).status_code == 401
+        assert get(here, headers=asked).status_code == 401
         token = re.search(r"token=(\S+)", server.said)[1]
-        with httpx.Client(headers=asked, follow_redirects=True) as client:
+        with httpx.Client(timeout=120, headers=asked, follow_redirects=True) as client:
             assert client.get(f"{here}?token={token}").status_code == 200
             bearer = {"Authorization": f"Bearer {token}"}
             assert client.get(f"{here}api/runs", headers=bearer).status_code == 200
