@@ -119,6 +119,13 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("full 1.7B, chats", ("surefoot-bf16", "surefoot-compile", "surefoot-compile_float8")),
     ("full 1.7B, chats", ("surefoot-float8",)),
 )
+# What we want of Surefoot, beside the best that was published for one H100 by November 2026
+GOALS = {
+    "lora 8B, chats": "at least 12,500 tokens a second (NeMo Automodel's performance summary: "
+    "12,473 with Llama 3 8B and sequences of 4,096)",
+    "full 0.6B, chats": "an MFU of at least 35 % (prime-rl's results: 23.7 % with Qwen3-0.6B and "
+    "sequences of 16k)",
+}
 # Vocabularies (Llama 2's, Qwen's, Gemma's, about) and hidden sizes of the output head alone
 HEADS = ((151_936, 2048), (32_768, 2048), (262_144, 2048))
 HEADS += ((151_936, 4096), (262_144, 4096), (32_768, 4096))

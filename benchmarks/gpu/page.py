@@ -13,7 +13,7 @@ from typing import Any
 import correct
 import page_heads
 import results
-from cases import ORDER, TITLES
+from cases import GOALS, ORDER, TITLES
 from results import Record
 from sizes import peak_of
 
@@ -123,6 +123,7 @@ def _speed(records: Sequence[Record]) -> list[str]:
         if subjects:
             rows = [_row(status[work, name], found, peak) for name in subjects]
             parts += [f"**{work}**", _table(_head(work), rows), *_unequal(work, found)]
+            parts += [f"Goal on an H100: {GOALS[work]}."] if work in GOALS else []
     parts += _reach(records)
     for title, head, rows in page_heads.tables(records):
         parts += [f"**{title}**, forward and backward", _table(head, rows)]
