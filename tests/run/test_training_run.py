@@ -133,6 +133,16 @@ def test_attention_kernels_and_padded_rows_give_the_same_losses(other, plain, tm
     assert losses(tmp_path) == pytest.approx(losses(plain.run), rel=1e-4)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU computes in fp16")
+def test_fp16_is_fp32_where_the_cpu_has_no_instructions_for_it(
+    plain, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: False)
+    surefoot.train(plain.recipe, train={"output_dir": str(tmp_path), "precision": "fp16"})
+    assert losses(tmp_path) == losses(plain.run)
+    assert "train.precision: fp16 is computed in fp32 here" in caplog.text
+
+
 def test_a_run_keeps_the_attention_of_its_packed_rows(plain):
     newest = plain.run / "checkpoint-3"
     assert build(load(plain.recipe), resume=newest).state.kernels.packed_attention == "sdpa"

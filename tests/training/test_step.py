@@ -78,6 +78,15 @@ def steps(optimizer, window, max_grad_norm=1.0):
     return Step(optimizer, schedule, window, max_grad_norm, LossScaler(enabled=False))
 
 
+def test_scaling_begins_anew_after_a_run_without_it_and_goes_on_after_one_with_it():
+    fresh, lowered = LossScaler(enabled=True), LossScaler(enabled=True)
+    lowered.update(overflowed=True)
+    for saved, scale in ((LossScaler(enabled=False), fresh.scale), (lowered, fresh.scale / 2)):
+        resumed = LossScaler(enabled=True)
+        resumed.load_state_dict(saved.state_dict())
+        assert resumed.scale == scale
+
+
 def kernels(layers):
     """What normalising, clipping and the update start, in a step that is not the first."""
     model = tiny.model(num_hidden_layers=layers)

@@ -53,26 +53,29 @@ PrecisionName = Literal["fp32", "bf16", "fp16"]
 
 
 def choose(name: Literal["auto"] | PrecisionName) -> PrecisionName:
-    """``auto`` resolved for this machine: bf16 on a GPU that supports it, otherwise fp32.
+    """The precision in which this machine computes what a recipe sets.
 
-    On a CPU auto stays with fp32, so that a run has the same numbers on every CPU. Products of bf16
-    reach 1.2 to 3 times fp32's speed on an AMD EPYC with AVX-512 BF16, and a sixth to a half of it
-    on the same CPU without these instructions (``ONEDNN_MAX_CPU_ISA=AVX512_CORE``).
+    ``auto`` is bf16 on a GPU that supports it, otherwise fp32: a run has the same numbers on every
+    CPU. Products of bf16 reach 1.2 to 3 times fp32's speed on an AMD EPYC with AVX-512 BF16, and a
+    sixth to a half of it on the same CPU without these instructions
+    (``ONEDNN_MAX_CPU_ISA=AVX512_CORE``). fp16 on a CPU without instructions for it is fp32
+    (``replaced`` says so): it would be no more exact, and many times slower.
     """
-    if name != "auto":
-        return name
-    return "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "fp32"
+    if name == "auto":
+        return "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "fp32"
+    return "fp32" if replaced(name) else name
 
 
-def slowness(name: PrecisionName, device: torch.device) -> str | None:
-    """Why ``name`` is slow on ``device``, and what to set instead; None if it is not."""
+def replaced(name: Literal["auto"] | PrecisionName) -> str | None:
+    """Why this machine computes in another precision than ``name``; None if it does not."""
     has_mkldnn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    is_on_cpu = name == "fp16" and device.type == "cpu"
-    if not (is_on_cpu and has_mkldnn) or torch.ops.mkldnn._is_mkldnn_fp16_supported():
+    if name != "fp16" or torch.cuda.is_available() or not has_mkldnn:
+        return None
+    if torch.ops.mkldnn._is_mkldnn_fp16_supported():
         return None
     return (
-        "train.precision: fp16 is computed without fast kernels on this CPU, many times "
-        "slower than fp32; on a CPU, train.precision=auto computes in fp32"
+        "train.precision: fp16 is computed in fp32 here: this CPU has no instructions for fp16, "
+        "and fp32 is faster and more exact"
     )
 
 
@@ -115,8 +118,12 @@ class LossScaler:
         return {"scale": self.scale, "calm_steps": self.calm_steps}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue with a saved scale."""
-        if self.enabled:
+        """Continue with a saved scale.
+
+        A run without scaling leaves a scale of 1 with no calm step. With it gradients of fp16 would
+        vanish until thousands of steps have doubled it, so scaling then begins as in a new run.
+        """
+        if self.enabled and (state["scale"], state["calm_steps"]) != (1.0, 0):
             self.scale, self.calm_steps = float(state["scale"]), int(state["calm_steps"])
 
 

@@ -24,7 +24,7 @@ from ..data.text.templates import template_mismatch
 from ..model import packed_attention
 from ..model.loading import device, resolve, training_dtype
 from ..model.lora_targets import is_added
-from ..model.numerics import LossScaler, choose, slowness
+from ..model.numerics import LossScaler, choose, replaced
 from ..model.section import ModelSection
 from ..network.draft import NetworkOptions
 from ..network.network import Network
@@ -121,7 +121,7 @@ def frozen_options(recipe: Recipe, *, longest: int = 0) -> NetworkOptions:
 
 def check_early(recipe: Recipe, world: World, codec: Codec) -> None:
     """Raise what is known to be wrong before the data is encoded, which may take hours."""
-    if why := slowness(choose(recipe.train.precision), device()):
+    if why := replaced(recipe.train.precision):
         logger.warning("%s", why)
     auxiliaries = [other for other in recipe.stage.auxiliary.values() if other.model is not None]
     refuse_early(

@@ -80,7 +80,8 @@ def test_what_does_not_come_along_is_said(real, tmp_path, caplog):
     assert "in Surefoot's order; MindSpore's folders contain neither their order" in caplog.text
 
 
-def test_the_scale_of_fp16_comes_along(truth, tmp_path):
+def test_the_scale_of_fp16_comes_along(truth, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: True)
     folder = in_one_folder(truth, tmp_path, loss_scale=torch.tensor(4096.0))
     assert resumed(folder, fresh(tmp_path, precision="fp16")).policy.step.scaler.scale == 4096.0
 

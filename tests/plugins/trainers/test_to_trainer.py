@@ -99,7 +99,7 @@ def test_the_scale_of_fp16_goes_with_it(full, tmp_path):
     folder = convert(full, tmp_path / "out", recipe=recipe)
     scaler = torch.amp.GradScaler("cpu")
     scaler.load_state_dict(torch.load(folder / "scaler.pt", weights_only=True))
-    assert scaler.get_scale() == 1.0  # this run was one of fp32
+    assert scaler.get_scale() == 65_536.0  # of a new run of fp16: this one was of fp32
 
 
 def test_nothing_is_overwritten_and_nothing_half_written_stays(full, tmp_path):

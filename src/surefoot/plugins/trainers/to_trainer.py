@@ -29,6 +29,7 @@ from ...checkpoint.verification import ConcurrentCheck
 from ...errors import CheckpointError, counted
 from ...model.adapters import TRAINED
 from ...model.config import auto_class
+from ...model.numerics import LossScaler
 from ...network.draft import MetaTensors, NetworkOptions
 from ...network.network import Network
 from ...network.open import open_network
@@ -212,13 +213,15 @@ def _scheduler(settings: list[dict[str, object]], step: int) -> dict[str, object
 
 
 def _scaler(saved: Mapping[str, Any]) -> dict[str, object]:
+    scaler = LossScaler(enabled=True)
+    scaler.load_state_dict(saved)
     return {
-        "scale": float(saved["scale"]),
+        "scale": scaler.scale,
         # torch's defaults, with which the Trainer makes its scaler.
         "growth_factor": 2.0,
         "backoff_factor": 0.5,
         "growth_interval": 2000,
-        "_growth_tracker": int(saved["calm_steps"]),
+        "_growth_tracker": scaler.calm_steps,
     }
 
 

@@ -17,7 +17,7 @@ from ...data.store.dataset import EncodedDataset
 from ...data.text.codec import Codec
 from ...errors import RecipeError
 from ...model.isolation import PromptSharing
-from ...model.numerics import PrecisionName
+from ...model.numerics import PrecisionName, choose
 from ...model.section import Recomputation
 from ...optim.bf16_weights import offloaded_size, update_size
 from ...parallel.launcher import num_processes
@@ -114,11 +114,11 @@ def mesh_of(recipe: Recipe, machine: Machine) -> MeshShape:
 
 
 def precision_of(recipe: Recipe, machine: Machine) -> PrecisionName:
-    """The value of ``auto`` on that machine."""
+    """What that machine computes in."""
     chosen = recipe.train.precision
     if chosen == "auto":
         return "bf16" if machine.on_gpu else "fp32"
-    return chosen
+    return chosen if machine.on_gpu else choose(chosen)
 
 
 def setting_of(recipe: Recipe, machine: Machine) -> HoldingOptions:
