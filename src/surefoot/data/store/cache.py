@@ -48,6 +48,8 @@ SUMS = ".sums"  # of blocks of a file; folders of before 27 November 2026 have t
 MAX_HEADER = 1 << 30  # bytes; it holds a line for every broken row
 POLL_SECONDS = 0.1
 CHUNK = 4 << 20  # bytes that are hashed at a time
+SKETCHED = 4096  # items whose tokens are read at a time, for their sketches
+_PLACES, _FACTOR = 4, 1_000_003  # of a sketch: its tokens, less one, and its base
 
 
 @dataclass(frozen=True)
@@ -360,6 +362,26 @@ class EncodedStore:
         for name, ragged in self.features.items():
             if name.endswith("input_ids"):
                 total += np.diff(ragged.offsets)
+        return total
+
+    @property
+    def sketches(self) -> Index:
+        """[items] A number of the tokens of each item, all its ``input_ids`` together, of which it
+        reads a few: items of other numbers have other tokens."""
+        total = np.zeros(len(self), np.int64)
+        for name, (flat, offsets) in self.features.items():
+            if not name.endswith("input_ids"):
+                continue
+            for first in range(0, len(self), SKETCHED):
+                starts = offsets[first : first + SKETCHED + 1]
+                tokens = np.append(flat[int(starts[0]) : int(starts[-1])], 0)
+                lengths, part = np.diff(starts), total[first : first + SKETCHED]
+                steps = np.maximum(lengths - 1, 0)
+                part += lengths
+                for place in range(_PLACES + 1):
+                    part *= _FACTOR  # modulo 2 ** 64
+                    at = starts[:-1] - starts[0] + steps * place // _PLACES
+                    part += np.where(lengths > 0, tokens[at], 0)
         return total
 
 
