@@ -111,16 +111,20 @@ class Writer:
 
     def add(self, items: Sequence[Features], rows: Sequence[int]) -> None:
         """Append items, which all have the same features, and the rows from which they come."""
-        if not items:
+        self.append(flattened(items), np.array(rows, np.int64))
+
+    def append(self, features: Mapping[str, FlatLists], rows: Index) -> None:
+        """Append items, by feature, and the rows from which they come."""
+        if not features:
             return
         if not self._columns:
             self._columns = {
-                name: _Column(self._folder, name, BYTES if isinstance(value, bytes) else TOKENS)
-                for name, value in items[0].items()
+                name: _Column(self._folder, name, BYTES if lists.flat.dtype == np.uint8 else TOKENS)
+                for name, lists in features.items()
             }
         for name, column in self._columns.items():
-            column.add([item[name] for item in items])
-        self._rows.extend(rows)
+            column.add(features[name])
+        self._rows.frombytes(rows.tobytes())
 
     def finish(self, report: JSON) -> None:
         """Write the indexes and the header, and return when all of it is on the disk."""
@@ -139,6 +143,25 @@ class Writer:
         files.sync_folder(self._folder)
 
 
+class FlatLists(NamedTuple):
+    """Lists of tokens, or texts in bytes, end to end."""
+
+    flat: NDArray[np.int32] | NDArray[np.uint8]
+    lengths: Index  # of each list
+
+
+def flattened(items: Sequence[Features]) -> dict[str, FlatLists]:
+    """By feature, the lists of ``items``, which all have the same features."""
+    features = {}
+    for name, value in items[0].items() if items else ():
+        lists = [item[name] for item in items]
+        lengths = np.fromiter(map(len, lists), np.int64, len(lists))
+        kind = KINDS[BYTES if isinstance(value, bytes) else TOKENS]
+        flat = np.fromiter(chain.from_iterable(lists), kind, int(lengths.sum()))
+        features[name] = FlatLists(flat, lengths)
+    return features
+
+
 class _Written(NamedTuple):
     size: int
     digest: str
@@ -153,14 +176,13 @@ class _Column:
         self._hash, self._size = files.Hash(), 0
         self._lengths = array("q")
 
-    def add(self, lists: Sequence[Sequence[int]]) -> None:
-        lengths = array("q", map(len, lists))
-        flat = np.fromiter(chain.from_iterable(lists), KINDS[self._suffix], sum(lengths))
-        data = flat.data.cast("B")
+    def add(self, lists: FlatLists) -> None:
+        assert lists.flat.dtype == KINDS[self._suffix]
+        data = lists.flat.data.cast("B")
         self.file.write_at(self._size, data)
         self._hash.update(data)
-        self._size += flat.nbytes
-        self._lengths.extend(lengths)
+        self._size += lists.flat.nbytes
+        self._lengths.frombytes(lists.lengths.tobytes())
 
     def finish(self) -> dict[str, _Written]:
         self.file.sync()
