@@ -50,6 +50,7 @@ class Measured(Shares):
     worked: list[float]
 
     def are_ready(self) -> bool:
+        """Whether they are; waits until then."""
         while not (is_ready := super().are_ready()) and self._count:
             time.sleep(0.05)
         if is_ready:

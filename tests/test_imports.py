@@ -132,7 +132,7 @@ LATER = tuple(
         "generate.live",
         "generate.likelihood",
         "training._reward_worker",
-        "data.store._encoding",
+        "run._encoding_share",
     )
 )
 

@@ -216,7 +216,7 @@ def start_share(recipe: Recipe, name: str, number: int, count: int) -> Child:
     ``OSError``."""
     environment = {"TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
     child = Child(
-        ["-m", "surefoot.recipe._encoding_share"],
+        ["-m", "surefoot.run._encoding_share"],
         log=Path(os.devnull),  # an error comes again, where its rows are left to
         talks=True,
         environment=environment,

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 ALONE_SECONDS = 10.0  # of encoding, before other processes are started
 LEAST_CORES = 4  # with fewer, the threads of one process are as fast
-MAX_SHARES = 8  # each takes 0.3 GB, and reads all rows, which is 8 % of the work
+MAX_SHARES = 8  # each takes 0.35 GB, and reads all rows, which is 8 % of the work
 PIPE_BYTES = 1 << 20  # a batch of 256 rows fits, so a process goes on before it is read
 
 StartShare = Callable[[int, int], Child]  # by the number of the share, and how many there are

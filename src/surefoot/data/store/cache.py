@@ -156,9 +156,13 @@ def flattened(items: Sequence[Features]) -> dict[str, FlatLists]:
     for name, value in items[0].items() if items else ():
         lists = [item[name] for item in items]
         lengths = np.fromiter(map(len, lists), np.int64, len(lists))
-        kind = KINDS[BYTES if isinstance(value, bytes) else TOKENS]
-        flat = np.fromiter(chain.from_iterable(lists), kind, int(lengths.sum()))
-        features[name] = FlatLists(flat, lengths)
+        numbers, count = chain.from_iterable(lists), int(lengths.sum())
+        features[name] = FlatLists(
+            np.fromiter(numbers, np.uint8, count)
+            if isinstance(value, bytes)
+            else np.fromiter(numbers, np.int32, count),
+            lengths,
+        )
     return features
 
 

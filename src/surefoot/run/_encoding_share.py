@@ -1,4 +1,4 @@
-"""The process that encodes a share of a dataset: ``python -m surefoot.recipe._encoding_share``.
+"""The process that encodes a share of a dataset: ``python -m surefoot.run._encoding_share``.
 
 It reads a line that names the recipe, the dataset and the share, says what it would encode, and
 sends the batches behind the row that it is told. It ends with the process that has started it.
@@ -14,8 +14,8 @@ from pathlib import Path
 
 from ..data.rows.catalog import Catalog
 from ..model.loading import resolve
-from .recipe import load_text
-from .recipe_data import encoding_of, open_codec
+from ..recipe.recipe import load_text
+from ..recipe.recipe_data import encoding_of, open_codec
 
 
 def main() -> None:
