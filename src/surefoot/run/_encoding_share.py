@@ -1,7 +1,8 @@
 """The process that encodes a share of a dataset: ``python -m surefoot.run._encoding_share``.
 
-It reads a line that names the recipe, the dataset and the share, says what it would encode, and
-sends the batches behind the row that it is told. It ends with the process that has started it.
+It reads a line that names the recipe, the dataset and the share, sends the fingerprint of what it
+would encode, reads a row, and sends the batches behind it. It ends with the process that has
+started it.
 """
 
 from __future__ import annotations

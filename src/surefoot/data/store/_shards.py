@@ -235,7 +235,7 @@ class Encoder:
         yield from map(self.encoded, islice(batches, number, None, count))
 
     def encoded(self, numbered: NumberedRows) -> EncodedBatch:
-        """What becomes of a batch of rows."""
+        """The items and the report of a batch of rows."""
         start, batch = numbered
         outcomes = self.encode([row for row in batch if isinstance(row, Example)])
         numbers = [
@@ -313,7 +313,7 @@ def _ahead(
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """What has become of some rows in turn."""
+    """The items and the report of some rows in turn."""
 
     features: Mapping[str, FlatLists]
     rows: Index  # [items] the row that each item comes from

@@ -38,14 +38,14 @@ def num_shares() -> int:
 
 
 class Shares:
-    """The processes that encode a dataset beside this one, once they are ready."""
+    """The other processes that encode a dataset, once they are ready."""
 
     def __init__(
         self, start: StartShare, name: str, fingerprint: str, count: int, after: float
     ) -> None:
         """
         Args:
-            start: starts the process of a share. It says ``{"fingerprint": ...}``, is told
+            start: starts the process of a share. It sends ``{"fingerprint": ...}``, reads
                 ``{"first_row": ...}``, and sends its batches behind that row.
             name: of the dataset, for messages.
             fingerprint: of all that its items depend on; a process with another one is not used.
@@ -111,7 +111,7 @@ class Shares:
 
     def _give_up(self, why: str) -> None:
         logger.warning(
-            "encoding %s: a process beside this one %s; this one encodes the rest",
+            "encoding %s: another process %s; this one encodes the rest",
             self._name,
             why,
         )
