@@ -75,3 +75,17 @@ def test_bytes_and_floats_lie_beside_tokens(dtype):
     }
     assert bytes(found["answer"]).decode() == "ü"
     assert found["values"].tolist() == items[1]["values"].tolist()
+
+
+@given(parts=st.lists(ITEMS, min_size=1, max_size=3))
+def test_items_of_equal_tokens_have_equal_sketches(parts):
+    """Wherever they are, and whatever stands beside them."""
+    sketches = join([in_memory(items).stores[0] for items in parts]).sketches.tolist()
+    flat = [item["input_ids"] for items in parts for item in items]
+    assert sketches == [in_memory([{"input_ids": ids}]).sketches[0] for ids in flat]
+
+
+def test_items_of_other_tokens_have_other_sketches():
+    pairs = [([1, 2, 3], [1, 2]), ([1, 2, 3], [3, 2, 1]), ([0], []), ([7] * 6000, [7] * 5999 + [8])]
+    for one, other in pairs:
+        assert len(set(in_memory([{"input_ids": i} for i in (one, other)]).sketches.tolist())) == 2

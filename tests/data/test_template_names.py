@@ -3,6 +3,7 @@
 import pytest
 
 import tiny_tokenizers
+from surefoot.data.text.families import families
 from surefoot.data.text.templates import (
     Template,
     bundled,
@@ -35,8 +36,10 @@ def test_an_alias_is_the_same_text():
 
 
 def test_auto_is_the_tokenizer_s_own_and_finds_what_ends_its_answers():
+    families.cache_clear()
     template = load_template("auto", tiny_tokenizers.tokenizer(chat_template=CHATML))
     assert template == Template("auto", CHATML, ("<|im_end|>", "</s>"))
+    assert not families.cache_info().misses  # the table is slow to read, and none wrote this one
 
 
 def test_auto_of_several_templates_is_the_default_one():

@@ -8,6 +8,7 @@ rows.
 from __future__ import annotations
 
 import inspect
+import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,8 +43,9 @@ from ..model.tokenizer import TOKENIZER_CONFIG, load_tokenizer
 from ..network.draft import from_config
 from ..schema import Unset
 from ..stages import STAGES
+from ..storage.child import Child
 from ..training.section import TrainSection
-from .recipe import Recipe
+from .recipe import Recipe, dump
 
 # Doge's: beyond it, each query sees only so many keys. If no row is padded, transformers chooses
 # among the keys behind the query, too.
@@ -204,7 +206,24 @@ def encoding_of(recipe: Recipe, codec: Codec, section: DataSection | None = None
     encode = partial(recipe.stage.encode, codec=codec)
     section = replace(section or recipe.data, cutoff_len=codec.section.cutoff_len)
     drawn_for = replace(recipe.data, cutoff_len=codec.section.cutoff_len)
-    return Encoding(section, encode, fingerprint, recipe.train.seed, drawn_for)
+    # a process reads the datasets of a recipe, and no other section
+    start = partial(start_share, recipe) if section.datasets == recipe.data.datasets else None
+    return Encoding(section, encode, fingerprint, recipe.train.seed, drawn_for, start)
+
+
+def start_share(recipe: Recipe, name: str, number: int, count: int) -> Child:
+    """Start the process that encodes share ``number`` of ``count`` of a dataset. Raises
+    ``OSError``."""
+    environment = {"TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
+    child = Child(
+        ["-m", "surefoot.run._encoding_share"],
+        log=Path(os.devnull),  # an error comes again, where its rows are left to
+        talks=True,
+        environment=environment,
+        patience=0.0,
+    )
+    child.send({"recipe": dump(recipe), "dataset": name, "number": number, "count": count})
+    return child
 
 
 def with_batch_sizes(recipe: Recipe, num_data_ranks: int) -> tuple[Recipe, str | None]:

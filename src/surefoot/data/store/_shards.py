@@ -18,19 +18,25 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
+
+import numpy as np
 
 from ...batch import IGNORE_INDEX, Features
 from ...errors import DataError, counted
 from ...storage import files
+from ...storage.child import Child
 from ..data_order import Index
 from ..example import JSON, BrokenRow, Dropped, Encoded, Example, Truncated, items_of, unread_in
 from ..rows._row_sources import first_broken
 from . import cache
-from .cache import Cached, Writer, num_tokens
+from ._shares import ALONE_SECONDS, Shares, num_shares
+from .cache import Cached, FlatLists, Writer, flattened, num_tokens
 
 ROWS, TOKENS = 4096, 1 << 22  # a shard ends with one or the other
 WHOLE = "whole.json"
@@ -43,6 +49,8 @@ AHEAD = 2  # batches that are under way: while one is in the Rust tokenizer, ano
 REPORT_SECONDS = 10.0
 Encode = Callable[[Sequence[Example]], list[Encoded]]
 Row = Example | BrokenRow
+NumberedRows = tuple[int, Sequence[Row]]  # the number of the first one among the rows, and all
+StartShare = Callable[[str, int, int], Child]  # by dataset; see ``Shares``
 Input = TypeVar("Input")
 Result = TypeVar("Result")
 SUMMED = ("rows", "broken", "cut", "items", "tokens", "trained_tokens")
@@ -69,6 +77,7 @@ class ShardedDataset:
     root: Path  # of the cache
     fingerprint: str  # of ``rows`` when they were opened
     shard_rows: int | None = None  # None: all rows are one shard
+    start_share: StartShare | None = None  # the process of a share
 
     @property
     def folder(self) -> Path:
@@ -100,11 +109,12 @@ class ShardedDataset:
         total = DatasetReport(name=self.rows.name, remarks=self.rows.remarks)
 
         def build(writer: Writer) -> JSON:
-            encoder = Encoder(
-                self.rows.name, self.encode, writer, first_row=total.rows, numbers=self.rows.numbers
-            )
-            tokens = None if self.shard_rows is None else TOKENS
-            report = encoder.run(rows, max_rows=self.shard_rows, max_tokens=tokens)
+            encoder = self._encoder(total.rows)
+            if self.shard_rows is None:
+                with self._shares() or nullcontext() as shares:
+                    report = encoder.run(rows, writer, shares=shares)
+            else:
+                report = encoder.run(rows, writer, max_rows=self.shard_rows, max_tokens=TOKENS)
             # A file that grows while it is encoded would be cached under the name of what it was.
             if self.rows.fingerprint() != self.fingerprint:
                 raise DataError(
@@ -126,6 +136,26 @@ class ShardedDataset:
             body = json.dumps({"shards": number, "items": total.items})
             with files.raising(DataError, "data.cache_dir"):
                 files.write_aside(self.folder / WHOLE, body.encode())
+
+    def write_share(self, file: IO[bytes], first_row: int, number: int, count: int) -> None:
+        """Encode every ``count``-th batch of the rows from ``first_row`` on, beginning with batch
+        ``number``, for the ``Shares`` of another process."""
+        rows = _Rows(self.rows.read())
+        rows.go_to(first_row)
+        for batch in self._encoder(first_row).share(rows, number, count):
+            batch.write(file)
+        file.write(b"{}\n")
+        file.flush()
+
+    def _encoder(self, first_row: int) -> Encoder:
+        return Encoder(self.rows.name, self.encode, first_row, self.rows.numbers)
+
+    def _shares(self) -> Shares | None:
+        """Processes that encode, too, if there may be any."""
+        if self.start_share is None:
+            return None
+        start = partial(self.start_share, self.rows.name)
+        return Shares(start, self.rows.name, self.fingerprint, num_shares(), ALONE_SECONDS)
 
     def _name(self, number: int) -> str:
         return self.fingerprint if self.shard_rows is None else f"{number:08d}"
@@ -164,49 +194,50 @@ class Encoder:
 
     name: str
     encode: Encode
-    writer: Writer
     first_row: int = 0
     numbers: Index | None = None  # of the rows, if these are not all rows of the dataset
     report: DatasetReport = field(init=False)  # so far
 
     def __post_init__(self) -> None:
         self.report = DatasetReport(name=self.name)
+        self._started = self._reported = time.monotonic()
 
     def run(
-        self, rows: Iterator[Row], *, max_rows: int | None = None, max_tokens: int | None = None
+        self,
+        rows: _Rows,
+        writer: Writer,
+        *,
+        max_rows: int | None = None,
+        max_tokens: int | None = None,
+        shares: Shares | None = None,
     ) -> DatasetReport:
-        """Encode all rows, or the next ones up to about a limit; returns the report so far."""
-        start = reported_at = time.monotonic()
+        """Encode all rows, or the next ones up to about a limit; returns the report so far. With
+        ``shares``, other processes encode what is left once they are ready."""
         # Threads, as the Rust tokenizer lets go of the interpreter: on two cores, two processes
         # gave 0.98 of the rows per second of one, and each cost 2.7 CPU seconds to start
         # (decisions/0037).
         with ThreadPoolExecutor(AHEAD) as pool:
-            batches = self._batches(rows, max_rows, max_tokens)
-            for batch, outcomes in _ahead(pool, self._outcomes, batches):
-                self._add(batch, outcomes)
-                if time.monotonic() - reported_at > REPORT_SECONDS:
-                    reported_at = time.monotonic()
-                    count, speed = self.report.rows, self.report.tokens / (reported_at - start)
-                    logger.info("encoding %s: %d rows, %.0f tokens/s", self.name, count, speed)
-        return self.report
+            for encoded in _ahead(
+                pool, self.encoded, self._batches(rows, max_rows, max_tokens, shares)
+            ):
+                self._add(encoded, writer)
+        if shares is None or not shares.are_ready() or rows.is_at_end():
+            return self.report
+        for batch in shares.batches(self.first_row + self.report.rows, EncodedBatch.read):
+            self._add(batch, writer)
+        if not shares.is_done or not self.report.items:  # the caller asks for rows that are left
+            rows.go_to(self.first_row + self.report.rows)
+        return self.report if shares.is_done else self.run(rows, writer)
 
-    def _batches(
-        self, rows: Iterator[Row], max_rows: int | None, max_tokens: int | None
-    ) -> Iterator[Sequence[Row]]:
-        """Rows that are encoded together, up to a limit."""
-        left = max_rows
-        while max_tokens is None or self.report.tokens < max_tokens:
-            batch = list(islice(rows, BATCH if left is None else min(BATCH, left)))
-            if not batch:
-                return
-            left = None if left is None else left - len(batch)
-            yield batch
+    def share(self, rows: _Rows, number: int, count: int) -> Iterator[EncodedBatch]:
+        """Every ``count``-th batch of the rows, from batch ``number`` on."""
+        batches = self._batches(rows, None, None, None)
+        yield from map(self.encoded, islice(batches, number, None, count))
 
-    def _outcomes(self, batch: Sequence[Row]) -> list[Encoded]:
-        return self.encode([row for row in batch if isinstance(row, Example)])
-
-    def _add(self, batch: Sequence[Row], outcomes: Sequence[Encoded]) -> None:
-        start = self.first_row + self.report.rows
+    def encoded(self, numbered: NumberedRows) -> EncodedBatch:
+        """The items and the report of a batch of rows."""
+        start, batch = numbered
+        outcomes = self.encode([row for row in batch if isinstance(row, Example)])
         numbers = [
             i if self.numbers is None else int(self.numbers[i])
             for i, row in enumerate(batch, start)
@@ -218,8 +249,7 @@ class Encoder:
             row_items = items_of(outcome)
             items += row_items
             rows += [index] * len(row_items)
-        self.writer.add(items, rows)
-        more = DatasetReport(
+        report = DatasetReport(
             name=self.name,
             rows=len(batch),
             broken=tuple(r for r in batch if isinstance(r, BrokenRow) and not r.is_dropped),
@@ -235,7 +265,30 @@ class Encoder:
             unread=unread_in(batch, items),
             notes=Counter(n for row in batch if isinstance(row, Example) for n in row.notes),
         )
-        self.report = add(self.report, more)
+        return EncodedBatch(flattened(items), np.array(rows, np.int64), report)
+
+    def _batches(
+        self, rows: _Rows, max_rows: int | None, max_tokens: int | None, shares: Shares | None
+    ) -> Iterator[NumberedRows]:
+        """Rows that are encoded together, up to a limit, or until ``shares`` are ready."""
+        left, start = max_rows, self.first_row + self.report.rows
+        while max_tokens is None or self.report.tokens < max_tokens:
+            if shares is not None and shares.are_ready():
+                return
+            batch = list(islice(rows, BATCH if left is None else min(BATCH, left)))
+            if not batch:
+                return
+            left = None if left is None else left - len(batch)
+            yield start, batch
+            start += len(batch)
+
+    def _add(self, encoded: EncodedBatch, writer: Writer) -> None:
+        writer.append(encoded.features, encoded.rows)
+        self.report = add(self.report, encoded.report)
+        if time.monotonic() - self._reported > REPORT_SECONDS:
+            self._reported = time.monotonic()
+            speed = self.report.tokens / (self._reported - self._started)
+            logger.info("encoding %s: %d rows, %.0f tokens/s", self.name, self.report.rows, speed)
 
 
 def _num_trained(item: Features) -> int:
@@ -247,16 +300,53 @@ def _num_trained(item: Features) -> int:
 
 def _ahead(
     pool: Executor, function: Callable[[Input], Result], inputs: Iterable[Input]
-) -> Iterator[tuple[Input, Result]]:
-    """Each of ``inputs`` and the result of ``function`` for it, in order; a few run ahead."""
-    under_way: deque[tuple[Input, Future[Result]]] = deque()
+) -> Iterator[Result]:
+    """The result of ``function`` for each of ``inputs``, in order; a few run ahead."""
+    under_way: deque[Future[Result]] = deque()
     for each in inputs:
-        under_way.append((each, pool.submit(function, each)))
+        under_way.append(pool.submit(function, each))
         if len(under_way) > AHEAD:
-            first, future = under_way.popleft()
-            yield first, future.result()
-    for each, future in under_way:
-        yield each, future.result()
+            yield under_way.popleft().result()
+    for future in under_way:
+        yield future.result()
+
+
+@dataclass(frozen=True)
+class EncodedBatch:
+    """The items and the report of some rows in turn."""
+
+    features: Mapping[str, FlatLists]
+    rows: Index  # [items] the row that each item comes from
+    report: DatasetReport  # of these rows
+
+    def write(self, file: IO[bytes]) -> None:
+        """Write it for ``read``: a line of JSON, and behind it the bytes of its arrays."""
+        arrays = [("rows", self.rows)]
+        for name, lists in self.features.items():
+            arrays += [(name, lists.flat), (name, lists.lengths)]  # type: ignore[list-item]
+        described = [[name, array.dtype.str, len(array)] for name, array in arrays]
+        report = asdict(add(DatasetReport(name=self.report.name), self.report))
+        file.write(json.dumps({"arrays": described, "report": report}).encode() + b"\n")
+        for _, array in arrays:
+            file.write(array.data)
+        file.flush()
+
+    @classmethod
+    def read(cls, file: IO[bytes]) -> EncodedBatch | None:
+        """The next one; None behind the last. Raises ``EOFError`` if what writes them has ended."""
+        if not (line := file.readline()).endswith(b"\n"):
+            raise EOFError
+        if not (header := json.loads(line)):
+            return None
+        arrays = []
+        for _, kind, length in header["arrays"]:
+            data = file.read(length * np.dtype(kind).itemsize)
+            if len(data) < length * np.dtype(kind).itemsize:
+                raise EOFError
+            arrays.append(np.frombuffer(data, kind))
+        names = [name for name, _, _ in header["arrays"][1::2]]
+        features = dict(zip(names, map(FlatLists, arrays[1::2], arrays[2::2]), strict=True))
+        return cls(features, arrays[0], report_from(header["report"], header["report"]["name"]))
 
 
 def no_items_error(report: DatasetReport) -> DataError:

@@ -48,6 +48,8 @@ SUMS = ".sums"  # of blocks of a file; folders of before 27 November 2026 have t
 MAX_HEADER = 1 << 30  # bytes; it holds a line for every broken row
 POLL_SECONDS = 0.1
 CHUNK = 4 << 20  # bytes that are hashed at a time
+SKETCHED = 4096  # items whose tokens are read at a time, for their sketches
+_PLACES, _FACTOR = 4, 1_000_003  # of a sketch: its tokens, less one, and its base
 
 
 @dataclass(frozen=True)
@@ -109,16 +111,20 @@ class Writer:
 
     def add(self, items: Sequence[Features], rows: Sequence[int]) -> None:
         """Append items, which all have the same features, and the rows from which they come."""
-        if not items:
+        self.append(flattened(items), np.array(rows, np.int64))
+
+    def append(self, features: Mapping[str, FlatLists], rows: Index) -> None:
+        """Append items, by feature, and the rows from which they come."""
+        if not features:
             return
         if not self._columns:
             self._columns = {
-                name: _Column(self._folder, name, BYTES if isinstance(value, bytes) else TOKENS)
-                for name, value in items[0].items()
+                name: _Column(self._folder, name, BYTES if lists.flat.dtype == np.uint8 else TOKENS)
+                for name, lists in features.items()
             }
         for name, column in self._columns.items():
-            column.add([item[name] for item in items])
-        self._rows.extend(rows)
+            column.add(features[name])
+        self._rows.frombytes(rows.tobytes())
 
     def finish(self, report: JSON) -> None:
         """Write the indexes and the header, and return when all of it is on the disk."""
@@ -137,6 +143,29 @@ class Writer:
         files.sync_folder(self._folder)
 
 
+class FlatLists(NamedTuple):
+    """Lists of tokens, or texts in bytes, end to end."""
+
+    flat: NDArray[np.int32] | NDArray[np.uint8]
+    lengths: Index  # of each list
+
+
+def flattened(items: Sequence[Features]) -> dict[str, FlatLists]:
+    """By feature, the lists of ``items``, which all have the same features."""
+    features = {}
+    for name, value in items[0].items() if items else ():
+        lists = [item[name] for item in items]
+        lengths = np.fromiter(map(len, lists), np.int64, len(lists))
+        numbers, count = chain.from_iterable(lists), int(lengths.sum())
+        features[name] = FlatLists(
+            np.fromiter(numbers, np.uint8, count)
+            if isinstance(value, bytes)
+            else np.fromiter(numbers, np.int32, count),
+            lengths,
+        )
+    return features
+
+
 class _Written(NamedTuple):
     size: int
     digest: str
@@ -151,14 +180,13 @@ class _Column:
         self._hash, self._size = files.Hash(), 0
         self._lengths = array("q")
 
-    def add(self, lists: Sequence[Sequence[int]]) -> None:
-        lengths = array("q", map(len, lists))
-        flat = np.fromiter(chain.from_iterable(lists), KINDS[self._suffix], sum(lengths))
-        data = flat.data.cast("B")
+    def add(self, lists: FlatLists) -> None:
+        assert lists.flat.dtype == KINDS[self._suffix]
+        data = lists.flat.data.cast("B")
         self.file.write_at(self._size, data)
         self._hash.update(data)
-        self._size += flat.nbytes
-        self._lengths.extend(lengths)
+        self._size += lists.flat.nbytes
+        self._lengths.frombytes(lists.lengths.tobytes())
 
     def finish(self) -> dict[str, _Written]:
         self.file.sync()
@@ -360,6 +388,26 @@ class EncodedStore:
         for name, ragged in self.features.items():
             if name.endswith("input_ids"):
                 total += np.diff(ragged.offsets)
+        return total
+
+    @property
+    def sketches(self) -> Index:
+        """[items] A number of the tokens of each item, all its ``input_ids`` together, of which it
+        reads a few: items of other numbers have other tokens."""
+        total = np.zeros(len(self), np.int64)
+        for name, (flat, offsets) in self.features.items():
+            if not name.endswith("input_ids"):
+                continue
+            for first in range(0, len(self), SKETCHED):
+                starts = offsets[first : first + SKETCHED + 1]
+                tokens = np.append(flat[int(starts[0]) : int(starts[-1])], 0)
+                lengths, part = np.diff(starts), total[first : first + SKETCHED]
+                steps = np.maximum(lengths - 1, 0)
+                part += lengths
+                for place in range(_PLACES + 1):
+                    part *= _FACTOR  # modulo 2 ** 64
+                    at = starts[:-1] - starts[0] + steps * place // _PLACES
+                    part += np.where(lengths > 0, tokens[at], 0)
         return total
 
 

@@ -78,6 +78,11 @@ class EncodedDataset:
         """[items] tokens of each item."""
         return np.concatenate([store.lengths for store in self.stores])[self.index]
 
+    @cached_property
+    def sketches(self) -> Index:
+        """[items] a number of the tokens of each item: items of other numbers have other tokens."""
+        return np.concatenate([store.sketches for store in self.stores])[self.index]
+
     def lengths_of(self, items: Index) -> Index:
         """The tokens of each of ``items``, in the same shape."""
         return self.lengths[items]

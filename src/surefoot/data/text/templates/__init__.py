@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ....errors import TemplateError
 from ...section import DataSection
-from ..families import checked_syntax, families, family_source
+from ..families import checked_syntax, families, family_source, may_be_of_family
 from .render import PROBES, USUAL, Probe, Renderer, Words
 
 FOLDER = Path(__file__).parent
@@ -180,6 +180,8 @@ def _saved_template(tokenizer: PreTrainedTokenizerBase) -> Template:
     closing = Renderer(source, tokenizer).closing_token()
     stop = dict.fromkeys(token for token in (closing, tokenizer.eos_token) if token)
     template = Template(AUTO, source, tuple(stop))
+    if not may_be_of_family(source):
+        return template
     # The family whose template a run saved, if need be with arguments in front.
     bodies = ((name, family_source(family)) for name, family in families().items())
     family = next((name for name, body in bodies if source.endswith(body)), None)
