@@ -56,6 +56,8 @@ MERGES = {
     "dcp": "DCP's consolidation to one file",
 }
 
+MEMORY = "peak extra MB"
+
 Results = dict[str, list[dict[str, float]]]
 
 
@@ -83,17 +85,19 @@ def column(found: Results, name: str, key: str) -> list[float]:
 
 
 def report_speeds(found: Results, titles: dict[str, str], limit: str, head: list[str]) -> None:
-    """Seconds, the share of ``limit``'s speed, and memory beyond the state."""
-    rows = [
-        [
-            title,
-            spread(column(found, name, "seconds")),
-            ratio(column(found, name, "seconds"), column(found, limit, "seconds")),
-            spread(column(found, name, "peak_mb"), 0),
-        ]
-        for name, title in titles.items()
-    ]
-    print(table([*head, "peak extra MB"], rows))
+    """Seconds, the share of ``limit``'s speed, and memory beyond the state. Where others use the
+    machine the seconds of the processor say more; those of a save are its writer process's."""
+    costs = {"seconds": head[1:], "cpu": ["CPU seconds", "by CPU"]}
+    if limit == "write":
+        del costs["cpu"]
+    rows = []
+    for name, title in titles.items():
+        row = [title]
+        for key in costs:
+            ours, theirs = column(found, name, key), column(found, limit, key)
+            row += [spread(ours), ratio(ours, theirs)]
+        rows.append([*row, spread(column(found, name, "peak_mb"), 0)])
+    print(table([head[0], *(title for pair in costs.values() for title in pair), MEMORY], rows))
 
 
 def report_loops(found: Results) -> None:

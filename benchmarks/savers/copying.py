@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import costs
 import state
 from safetensors.torch import save_file
 
@@ -26,7 +27,7 @@ def main(name: str, folder: Path, layers: int) -> None:
     if name == "cp":
         target.mkdir()
         command = ["cp", source / "model.safetensors", target]
-        work = lambda: (subprocess.run(command, check=True), state.sync(target))  # noqa: E731
+        work = lambda: (subprocess.run(command, check=True), costs.sync(target))  # noqa: E731
     else:
         dtype = "bfloat16" if name.endswith("cast") else None
         work = lambda: copy(open_folder(source), target, dtype=dtype)  # noqa: E731

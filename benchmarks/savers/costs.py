@@ -34,13 +34,13 @@ def report(work: Callable[[], object], source: Path, target: Path) -> None:
     """Do ``work``, flush ``target``, and print what it cost, children included."""
     evict(source)
     print("ready", flush=True)
-    read, cpu, began = _read(), _cpu(), time.perf_counter()
+    read, used, began = _read(), cpu(), time.perf_counter()
     work()
     if target.exists():
         sync(target)
     costs = {
         "seconds": time.perf_counter() - began,
-        "cpu": _cpu() - cpu,
+        "cpu": cpu() - used,
         "read_mb": (_read() - read) / 1e6,
     }
     print(json.dumps(costs), flush=True)
@@ -52,6 +52,7 @@ def _read() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
 
-def _cpu() -> float:
+def cpu() -> float:
+    """Seconds of the processor so far, of this process and of its children that ended."""
     own, theirs = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return own.ru_utime + own.ru_stime + theirs.ru_utime + theirs.ru_stime

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import costs
 import state
 import torch
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
@@ -51,7 +52,7 @@ def main(name: str, folder: Path, layers: int) -> None:
     work: Callable[[], object]
     if name == "cp":
         command = ["cp", "-r", source, target]
-        work = lambda: (subprocess.run(command, check=True), state.sync(target))  # noqa: E731
+        work = lambda: (subprocess.run(command, check=True), costs.sync(target))  # noqa: E731
     elif name == "dcp":
         target.mkdir()
         tensors = dict.fromkeys(open_folder(source).shapes(), 1)
@@ -59,7 +60,7 @@ def main(name: str, folder: Path, layers: int) -> None:
             consolidate_safetensors_files(
                 str(source), str(target), fqn_to_index_mapping=tensors, num_threads=2
             ),
-            state.sync(target),
+            costs.sync(target),
         )
     elif name == "surefoot_checkpoint":
         work = lambda: reshard(source, target)  # noqa: E731

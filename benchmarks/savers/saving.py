@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+import costs
 import state
 import torch
 
@@ -60,7 +61,7 @@ def dcp(folder: Path, tensors: dict[str, torch.Tensor], *, huggingface: bool) ->
             dcp.save(tensors, storage_writer=writer, no_dist=True)
         else:
             dcp.save(tensors, checkpoint_id=folder, no_dist=True)
-        state.sync(folder)
+        costs.sync(folder)
 
     print(json.dumps(state.timed(write)))
 
@@ -89,12 +90,12 @@ def main(name: str, folder: Path, layers: int) -> None:
     elif name.startswith("surefoot"):
         surefoot(folder, made, adam, waiting=name.endswith("waiting"))
     elif name == "torch":
-        work = lambda: (torch.save(tensors, folder / "state.pt"), state.sync(folder))  # noqa: E731
+        work = lambda: (torch.save(tensors, folder / "state.pt"), costs.sync(folder))  # noqa: E731
         print(json.dumps(state.timed(work)))
     elif name == "safetensors":
         from safetensors.torch import save_file
 
-        work = lambda: (save_file(tensors, folder / "s.safetensors"), state.sync(folder))  # noqa: E731
+        work = lambda: (save_file(tensors, folder / "s.safetensors"), costs.sync(folder))  # noqa: E731
         print(json.dumps(state.timed(work)))
     elif name.startswith("dcp"):
         dcp(folder, tensors, huggingface=name.endswith("huggingface"))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import costs
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -70,21 +70,15 @@ def states(made: torch.nn.Module, adam: torch.optim.AdamW) -> dict[str, object]:
     return {"model": Weights(made), "optimizer": NamedOptimizer(adam, made.named_parameters())}
 
 
-def sync(folder: Path) -> None:
-    """Flush every file under ``folder``, and its name."""
-    for path in [*folder.rglob("*"), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-
-
 def timed(work: Callable[[], object]) -> dict[str, float]:
-    """Seconds, and the peak of resident memory above what was there before."""
+    """Seconds, those of the processor, children included, and the peak of resident memory above
+    what was there before."""
     Path("/proc/self/clear_refs").write_text("5")
-    before, began = memory("VmRSS"), time.perf_counter()
+    before, cpu, began = memory("VmRSS"), costs.cpu(), time.perf_counter()
     work()
     return {
         "seconds": time.perf_counter() - began,
+        "cpu": costs.cpu() - cpu,
         "peak_mb": (memory("VmHWM") - before) / 1000,
     }
 

@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -345,3 +346,42 @@ def test_no_name_leads_out_of_a_folder(tmp_path, name):
     (folder / "link").symlink_to(tmp_path)
     with pytest.raises(OSError, match=r"not a name|irectory"):
         files.open_inside(folder, name)
+
+
+@pytest.mark.parametrize("most", [1, 1000, files.BLOCK])
+def test_the_hash_of_a_read_is_that_of_the_bytes_in_memory(most, tmp_path, monkeypatch):
+    data = os.urandom(3000 if most == 1 else 2 * files.BLOCK + 77)
+    (tmp_path / "a").write_bytes(b"head" + data)
+
+    def wrong_once(descriptor, buffers, offset):
+        count = os.preadv(descriptor, [buffers[0][:most]], offset)
+        if offset == 4:
+            buffers[0][0] ^= 1
+        return count
+
+    monkeypatch.setattr(files, "os", But(preadv=wrong_once))
+    view, digest = memoryview(bytearray(len(data))), files.Hash()
+    with files.open_file(tmp_path / "a") as file:
+        file.read_into(4, view, digest)
+    assert bytes(view) == bytes([data[0] ^ 1]) + data[1:]
+    assert digest.hex() == xxhash.xxh3_128_hexdigest(view)
+
+
+def test_bytes_are_fetched_once_and_beyond_a_read_only_in_a_sequence(tmp_path, monkeypatch):
+    fetched = []
+
+    def advise(_descriptor, offset, length, _advice):
+        fetched.append((offset, offset + length))
+
+    monkeypatch.setattr(files, "_reads_ahead", lambda _: False)  # as on a disk with little
+    monkeypatch.setattr(files, "os", But(posix_fadvise=advise))
+    size = 20 << 20
+    view = memoryview(bytearray(size))
+    with files.create(tmp_path / "a") as file:
+        file.reserve(2 * size)
+        file.read_into(0, view)
+        assert fetched[-1][1] == size
+        file.read_into(size, view[: 1 << 20])
+        assert fetched[-1][1] > size + (1 << 20)
+        assert len(fetched) < 8
+    assert all(one[1] <= other[0] for one, other in pairwise(fetched))

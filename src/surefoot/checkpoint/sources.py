@@ -21,8 +21,8 @@ import torch
 from ..errors import CheckpointError, DamagedFileError
 from ..parallel.sharding import Box
 from ..storage import files
-from ..storage.parallel_work import ByteStream, ahead
-from .disk._bytes import DTYPES, dtype_name, fill_box, raw, write_tensor
+from ..storage.parallel_work import MAX_SPACE, ByteStream, ahead
+from .disk._bytes import DTYPES, dtype_name, fill_box, write_tensor
 from .disk.folder import FolderWeights, StoredBox
 from .disk.tensorfile import FilePlan, explained, plan_save
 from .saving.preparation import dump_index
@@ -93,44 +93,47 @@ class FolderSource:
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """Only the bytes of ``box``, from the file into a new tensor."""
+        values = torch.empty(box.shape, dtype=self.dtypes()[name])
+        self.read_into(name, box, values)
+        return values
+
+    def read_into(self, name: str, box: Box, target: torch.Tensor) -> None:
+        """The same into a contiguous CPU tensor of the dtype of ``name``."""
         place = self.weights.tensors[name]
         whole = Box.whole(place.entry.shape)
         if len(box.shape) != len(whole.shape) or box not in whole:
             where = f"{self.weights.folder}: {name}"
             raise CheckpointError(f"{where}: {box} is outside of shape {place.entry.shape}")
-        values = torch.empty(box.shape, dtype=self.dtypes()[name])
         for part in place.parts or (StoredBox(place.file, place.key, whole, place.hash),):
             if (common := box & part.box) is not None:
-                self._fill(name, part, common, values[common.slices_in(box)])
-        return values
+                self._fill(name, part, common, target[common.slices_in(box)])
 
     def _fill(self, name: str, part: StoredBox, box: Box, target: torch.Tensor) -> None:
         """Read ``box``, inside ``part``; directly into ``target`` if that is contiguous."""
-        inside = box.moved_into(part.box)
         is_plain = target.is_contiguous()
         values = target if is_plain else torch.empty(box.shape, dtype=target.dtype)
+        is_checked = part.hash is None or self.is_checked or part in self._known
+        first, digest = (0, None) if is_checked else self._next_of(part, box.moved_into(part.box))
         with files.raising(CheckpointError):
-            fill_box(values, part.file, part.key, part.in_file(box))
-        if part.hash is not None and not self.is_checked and part not in self._known:
-            self._check(name, part, inside, values)
+            fill_box(values, part.file, part.key, part.in_file(box), digest)
+            if digest is None and not is_checked:  # not the next of its bytes
+                self._compare(name, part, part.file.hash(part.key, part.in_file(part.box)))
+                self._known.add(part)
+        if digest is not None and first + box.size < part.box.size:
+            self._half_read[part] = (first + box.size, digest)
+        elif digest is not None:
+            self._compare(name, part, digest.hex())
         if not is_plain:
             target.copy_(values)
 
-    def _check(self, name: str, part: StoredBox, box: Box, values: torch.Tensor) -> None:
-        whole = Box.whole(part.box.shape)
-        first, count = next(box.runs_in(whole), (0, 0))
-        begins = first == 0 and count == box.size
-        expected, digest = (0, files.Hash()) if begins else self._half_read.pop(part, (-1, None))
-        if first != expected or count != box.size or digest is None:  # not the next of its bytes
-            with files.raising(CheckpointError):
-                self._compare(name, part, part.file.hash(part.key, part.in_file(part.box)))
-            self._known.add(part)
-            return
-        digest.update(raw(values))
-        if first + count < whole.size:
-            self._half_read[part] = (first + count, digest)
-        else:
-            self._compare(name, part, digest.hex())
+    def _next_of(self, part: StoredBox, box: Box) -> tuple[int, files.Hash | None]:
+        """The first element of ``box`` in ``part``, and the hash of all before it; None for that if
+        they were not read in order."""
+        first, count = next(box.runs_in(Box.whole(part.box.shape)), (0, 0))
+        read, digest = self._half_read.pop(part, (0, None))
+        if first == 0:
+            read, digest = 0, files.Hash()
+        return first, digest if first == read and count == box.size else None
 
     def _compare(self, name: str, part: StoredBox, digest: str) -> None:
         if digest != part.hash:
@@ -319,13 +322,17 @@ class JoinedSource:
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """From the source that contains it."""
-        part, inner = self._places[name]
+        part, inner = self.place_of(name)
         return part.read(inner, box)
+
+    def place_of(self, name: str) -> tuple[TensorSource, str]:
+        """The source that contains it, and its name there."""
+        return self._places[name]
 
 
 Progress = Callable[[int], None]  # is told the bytes of each block written
 _PART = ".part"
-_BLOCK = 1 << 20  # bytes read, computed and written at a time: still in the cache as float32
+_BLOCK = MAX_SPACE  # bytes read, computed and written at a time: in the cache, also as float32
 DtypeName = Literal["float32", "float16", "bfloat16"]
 CASTS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -433,18 +440,43 @@ def fill_boxes(
     boxes: Mapping[str, Box],
     progress: Progress,
 ) -> dict[str, str]:
-    """The same of a file that has these boxes of tensors after its head, in their order. The next
-    block is read, and checked, in a thread while one is hashed and written."""
+    """The same of a file that has these boxes of tensors after its head, in their order.
+
+    What is stored is read to where it is written from, and hashed while it is in the core's cache.
+    Of what is computed, the next block is computed in a thread while one is hashed and written.
+    """
     digests, dtypes = {name: files.Hash() for name in boxes}, source.dtypes()
+    stored = {name: _stored(source, name) for name in boxes}
     blocks = [
         (name, part)
         for name, box in boxes.items()
         for part in box.blocks(_BLOCK // dtypes[name].itemsize)
+        if part.size
     ]
-    with ByteStream(file) as stream:
+    to_compute = [block for block in blocks if stored[block[0]] is None]
+    computed = ahead(lambda block: source.read(*block), to_compute)
+    with contextlib.closing(computed), ByteStream(file) as stream:
         stream.write(head)
-        read = ahead(lambda block: source.read(*block), blocks)
-        for (name, _), values in zip(blocks, read, strict=True):
-            write_tensor(stream, values, digests[name])
-            progress(values.nbytes)
+        for name, part in blocks:
+            num_bytes = part.size * dtypes[name].itemsize
+            if (place := stored[name]) is None:
+                write_tensor(stream, next(computed), digests[name])
+            else:
+                space = stream.space(num_bytes)
+                folder, stored_name = place
+                values = torch.frombuffer(space, dtype=dtypes[name]).view(part.shape)
+                folder.read_into(stored_name, part, values)
+                digests[name].update(space)
+                stream.add(num_bytes)
+            progress(num_bytes)
     return {name: digest.hex() for name, digest in digests.items()}
+
+
+def _stored(source: TensorSource, name: str) -> tuple[FolderSource, str] | None:
+    """The folder whose file has the values of a tensor as they are, and its name there; None if
+    they are computed, or may be."""
+    if isinstance(source, Renamed):
+        return _stored(source.source, source.names[name])
+    if isinstance(source, JoinedSource):
+        return _stored(*source.place_of(name))
+    return (source, name) if isinstance(source, FolderSource) else None

@@ -147,7 +147,7 @@ class Box:
     def __post_init__(self) -> None:
         if len(self.start) != len(self.shape):
             raise ValueError(f"start {self.start} and shape {self.shape} differ in length")
-        if any(n < 0 for n in self.start + self.shape):
+        if min(self.start + self.shape, default=0) < 0:
             raise ValueError(f"start {self.start} and shape {self.shape} must not be negative")
 
     @classmethod
@@ -167,16 +167,24 @@ class Box:
 
     def __and__(self, other: Box) -> Box | None:
         """The intersection; None if it is empty."""
-        start = tuple(map(max, self.start, other.start))
-        stop = tuple(map(min, self.stop, other.stop))
-        if any(a >= b for a, b in zip(start, stop, strict=True)):
-            return None
-        return Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
+        if self == other and self.size:  # most tensors are in one piece
+            return self
+        start, shape = [], []
+        ranges = zip(self.start, self.shape, other.start, other.shape, strict=True)
+        for first, length, other_first, other_length in ranges:
+            start.append(max(first, other_first))
+            shape.append(min(first + length, other_first + other_length) - start[-1])
+            if shape[-1] <= 0:
+                return None
+        return Box(tuple(start), tuple(shape))
 
     def __contains__(self, other: Box) -> bool:
         """Whether all of ``other`` is inside this box."""
-        bounds = zip(self.start, self.stop, other.start, other.stop, strict=True)
-        return all(a <= c and d <= b for a, b, c, d in bounds)
+        ranges = zip(self.start, self.shape, other.start, other.shape, strict=True)
+        for first, length, other_first, other_length in ranges:
+            if not first <= other_first <= other_first + other_length <= first + length:
+                return False
+        return True
 
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
         """The index of this box in a tensor that contains ``outer``."""
@@ -214,6 +222,9 @@ class Box:
         """
         if not self.size:
             return
+        if self.shape == outer.shape:
+            yield 0, self.size
+            return
         fold = len(self.shape)
         while fold and self.shape[fold - 1] == outer.shape[fold - 1]:
             fold -= 1
@@ -238,6 +249,8 @@ def is_covered_once(whole: Box, boxes: Sequence[Box]) -> bool:
     determine it. So the boxes sum to the indicator of ``whole`` exactly if their signed corners do.
     The cost is linear in the number of boxes. More than 8 sharded dimensions are rejected.
     """
+    if len(boxes) == 1 and boxes[0] == whole:
+        return True
     if any(len(box.shape) != len(whole.shape) or box not in whole for box in boxes):
         return False
     if not whole.size:

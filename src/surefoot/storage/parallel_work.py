@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -13,6 +13,7 @@ from . import files
 T = TypeVar("T")
 R = TypeVar("R")
 _BUFFER = 4 << 20  # bytes handed to the disk at a time
+MAX_SPACE = 1 << 20  # bytes that a buffer has beyond those, so that what ends there fits in
 _AHEAD = 2  # results that wait to be taken
 
 
@@ -27,7 +28,7 @@ def in_parallel(work: Callable[[T], object], items: Iterable[T], workers: int) -
             pool.shutdown(cancel_futures=True)
 
 
-def ahead(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+def ahead(work: Callable[[T], R], items: Iterable[T]) -> Generator[R, None, None]:
     """``work(item)`` for every item, in order, computed in a thread while earlier ones are used."""
     with ThreadPoolExecutor(1) as pool:
         running: deque[Future[R]] = deque()
@@ -49,7 +50,7 @@ class ByteStream:
     def __init__(self, file: files.File) -> None:
         self._file = file
         # mmap, not bytearray: O_DIRECT takes memory only from the start of a page.
-        self._buffers = [memoryview(mmap.mmap(-1, _BUFFER)) for _ in range(2)]
+        self._buffers = [memoryview(mmap.mmap(-1, _BUFFER + MAX_SPACE)) for _ in range(2)]
         self._filled = 0
         self._offset = 0  # in the file, of the buffer being filled
         self._pool = ThreadPoolExecutor(1)
@@ -70,18 +71,28 @@ class ByteStream:
         view = memoryview(data)
         while view:
             count = min(len(view), _BUFFER - self._filled)
-            self._buffers[0][self._filled : self._filled + count] = view[:count]
-            self._filled += count
+            self.space(count)[:] = view[:count]
+            self.add(count)
             view = view[count:]
-            if self._filled == _BUFFER:
-                self._hand_over()
+
+    def space(self, size: int) -> memoryview:
+        """The place of the next ``size`` bytes, at most ``MAX_SPACE``: to be filled, then added."""
+        return self._buffers[0][self._filled : self._filled + size]
+
+    def add(self, size: int) -> None:
+        """Add what ``space(size)`` was filled with. ``OSError`` if an earlier write failed."""
+        self._filled += size
+        if self._filled >= _BUFFER:
+            self._hand_over()
 
     def _hand_over(self) -> None:
         self._wait()
-        full = self._buffers[0][: self._filled]
+        data = self._buffers[0][: self._filled]
+        full, rest = data[:_BUFFER], data[_BUFFER:]
         self._writing = self._pool.submit(self._file.write_at, self._offset, full)
-        self._offset, self._filled = self._offset + self._filled, 0
+        self._offset, self._filled = self._offset + len(full), len(rest)
         self._buffers.reverse()
+        self._buffers[0][: len(rest)] = rest
 
     def _wait(self) -> None:
         if self._writing is not None:

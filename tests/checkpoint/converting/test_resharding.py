@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from surefoot.checkpoint.disk.folder import open_checkpoint
 from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.checkpoint.verification import verify
-from surefoot.errors import CheckpointError
+from surefoot.errors import CheckpointError, DamagedFileError
 from surefoot.parallel.sharding import Mesh
 from surefoot.storage import files
 
@@ -276,3 +277,23 @@ def test_columns_are_put_together_and_checked(tmp_path):
     file.write_bytes(data)
     with pytest.raises(CheckpointError, match="rank_00001/model"):
         reshard(columns, tmp_path / "out")
+
+
+@pytest.mark.parametrize("layout", ["full", "distributed"])
+def test_bytes_that_were_read_wrong_once_are_not_written(layout, tmp_path, monkeypatch):
+    path, _ = saved(tmp_path, sample_states(scale=30))
+    read = []
+
+    def wrong_once(descriptor, buffers, offset):
+        count = os.preadv(descriptor, buffers, offset)
+        if count == 30 * 16 * 8 * 4 // (3 if layout == "distributed" else 1) and not read:
+            buffers[0][count // 2] ^= 4
+            read.append(offset)
+        return count
+
+    monkeypatch.setattr(files, "os", But(preadv=wrong_once))
+    mesh = Mesh(1, 3) if layout == "distributed" else Mesh()
+    with pytest.raises(DamagedFileError, match=r"model\.safetensors: .*embed_tokens.* is damaged"):
+        reshard(path, tmp_path / "out", layout=layout, mesh=mesh)
+    assert read
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]

@@ -145,9 +145,12 @@ def read_box(file: TensorFile, key: str, box: Box) -> torch.Tensor:
     return values
 
 
-def fill_box(tensor: torch.Tensor, file: TensorFile, key: str, box: Box) -> None:
-    """Fill a contiguous CPU tensor with the values of ``box``; no other bytes are read."""
-    file.read_box_into(key, box, raw(tensor))
+def fill_box(
+    tensor: torch.Tensor, file: TensorFile, key: str, box: Box, digest: files.Hash | None = None
+) -> None:
+    """Fill a contiguous CPU tensor with the values of ``box``; no other bytes are read. ``digest``
+    is fed with them."""
+    file.read_box_into(key, box, raw(tensor), digest)
     _check_bools(tensor, file, key)
 
 

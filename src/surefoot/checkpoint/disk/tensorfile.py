@@ -58,28 +58,25 @@ class TensorFile:
 
     def read_into(self, key: str, view: memoryview, box: Box | None = None) -> str:
         """Fill ``view`` with all bytes of ``key``, or of a box of it; returns their hash."""
-        entry = self.entry(key)
+        entry, digest = self.entry(key), files.Hash()
         box = box or Box.whole(entry.shape)
-        size = num_bytes(entry.dtype, box.shape)
-        if len(view) != size:
+        if len(view) != (size := num_bytes(entry.dtype, box.shape)):
             raise ValueError(f"{key}: the buffer has {len(view)} bytes, expected {size}")
-        digest, done = files.Hash(), 0
-        for offset, length in self._blocks(entry, box):
-            block = view[done : done + length]
-            self._file.read_into(offset, block)
-            digest.update(block)
-            done += length
+        self.read_box_into(key, box, view, digest)
         return digest.hex()
 
-    def read_box_into(self, key: str, box: Box, view: memoryview) -> None:
-        """Fill ``view`` with the bytes of ``box`` in row-major order; no others are read."""
+    def read_box_into(
+        self, key: str, box: Box, view: memoryview, digest: files.Hash | None = None
+    ) -> None:
+        """Fill ``view`` with the bytes of ``box`` in row-major order; no others are read.
+        ``digest`` is fed with them."""
         entry = self.entry(key)
         whole = Box.whole(entry.shape)
         if len(box.shape) != len(entry.shape) or box not in whole:
             raise CheckpointError(f"{self.path}: {key}: {box} is outside of shape {entry.shape}")
         done = 0
         for offset, length in ranges_of(entry, box):
-            self._file.read_into(offset, view[done : done + length])
+            self._file.read_into(offset, view[done : done + length], digest)
             done += length
 
     def hash(self, key: str, box: Box | None = None) -> str:
@@ -87,16 +84,11 @@ class TensorFile:
         entry = self.entry(key)
         digest = files.Hash()
         buffer = memoryview(bytearray(min(files.BLOCK, entry.num_bytes)))
-        for offset, length in self._blocks(entry, box or Box.whole(entry.shape)):
-            self._file.read_into(offset, buffer[:length])
-            digest.update(buffer[:length])
-        return digest.hex()
-
-    def _blocks(self, entry: TensorEntry, box: Box) -> Iterator[tuple[int, int]]:
-        """The positions of the bytes of ``box``, in its order: offset and length of every block."""
-        for offset, length in ranges_of(entry, box):
+        for offset, length in ranges_of(entry, box or Box.whole(entry.shape)):
             for at in range(0, length, files.BLOCK):
-                yield offset + at, min(files.BLOCK, length - at)
+                count = min(files.BLOCK, length - at)
+                self._file.read_into(offset + at, buffer[:count], digest)
+        return digest.hex()
 
 
 def open_path(path: Path) -> TensorFile:
