@@ -12,8 +12,6 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first product on a GPU
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Containers set it; each process that a test starts would compile our sources again.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import forks  # noqa: F401  it makes every fork of a test fit for threads
 import slow
