@@ -27,19 +27,19 @@ def surefoot(log, *words, **options):
 class TwoNodes:
     """The cluster, and one command on it at a time."""
 
-    def __init__(self, log):
+    def __init__(self, log, **resources):
         for name, value in ENVIRONMENT.items():
             os.environ[name] = value  # before Ray is imported
         reason = "needs pip install 'surefoot[ray]'"
         utils = pytest.importorskip("ray.cluster_utils", reason=reason)
-        head = {"num_cpus": 1, "node_ip_address": "127.0.0.1"}
+        self.of_node = {"num_cpus": 1, "node_ip_address": "127.0.0.1", **resources}
         self.log, self.driver = log, None
-        self.cluster = utils.Cluster(initialize_head=True, head_node_args=head)
+        self.cluster = utils.Cluster(initialize_head=True, head_node_args=self.of_node)
         self.node = self.add_node()
 
     def add_node(self):
         """One more."""
-        return self.cluster.add_node(num_cpus=1, node_ip_address="127.0.0.1")
+        return self.cluster.add_node(**self.of_node)
 
     def lose_node(self):
         """The second one is gone at once."""

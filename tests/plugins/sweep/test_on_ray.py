@@ -7,6 +7,7 @@ A start of Ray is most of a minute on two cores, so this is a proof.
 import json
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -19,8 +20,8 @@ STEPS = 400
 
 
 @pytest.fixture
-def ray(tmp_path):
-    nodes = TwoNodes(tmp_path / "log")
+def ray(tmp_path, request):
+    nodes = TwoNodes(tmp_path / "log", **getattr(request, "param", {}))
     yield nodes
     nodes.shutdown()
 
@@ -73,15 +74,20 @@ def test_a_lost_node_and_a_killed_sweep_cost_no_trial_and_no_bit(ray, tmp_path):
         assert_same(final_weights(run), final_weights(alone))
 
 
-def test_a_signal_to_the_sweep_saves_its_trials(ray, tmp_path):
+@pytest.mark.parametrize("ray", [{"num_gpus": 1}], indirect=True)  # Ray does not look for them
+def test_a_signal_to_the_sweep_saves_its_trials_which_have_the_gpus_of_their_nodes(ray, tmp_path):
     train = {"max_steps": 5000}
     project = Project(tmp_path / "project", train=train, checkpoint={"save_steps": 5000})
     words = ["sweep", project.recipe, "optim.adamw.learning_rate=1e-4,1e-3,3e-3", "--on", "ray"]
-    words += ["--sampler", "grid", "--jobs", "3", "--output", tmp_path / "sweep"]
-    ray.start(*words, env={"RAY_ADDRESS": ray.cluster.address})
+    words += ["--sampler", "grid", "--jobs", "3", "--gpus", "1", "--output", tmp_path / "sweep"]
+    visible = {"RAY_ADDRESS": ray.cluster.address, "CUDA_VISIBLE_DEVICES": "7"}
+    ray.start(*words, env=visible)
     runs = [tmp_path / f"sweep/trial-000{n}" for n in range(3)]
     ray.wait_for(lambda: all((run / "metrics.jsonl").exists() for run in runs[:2]))
-    ray.wait_for(lambda: "waiting for 1 CPU on one node" in ray.log.read_text())
+    for run in runs[:2]:
+        environment = Path(f"/proc/{last_heartbeat(run)['pid']}/environ").read_bytes()
+        assert b"CUDA_VISIBLE_DEVICES=0" in environment.split(b"\0")
+    ray.wait_for(lambda: "waiting for 1 CPU and 1 GPU on one node" in ray.log.read_text())
     ray.driver.send_signal(signal.SIGTERM)
     assert "stopped by SIGTERM" in ray.wait(128 + signal.SIGTERM)
     for run in runs[:2]:
