@@ -26,7 +26,9 @@ def on_ray(monkeypatch):
     modules["ray.train.torch"].TorchConfig = modules["ray.train.torch"].TorchTrainer = (
         SimpleNamespace
     )
-    monkeypatch.delitem(sys.modules, "surefoot.plugins.launch.on_ray", raising=False)
+    for name in ("surefoot.plugins.launch.on_ray", "surefoot.parallel.ray_cluster"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setenv("MASTER_PORT", "1")
     yield import_module("surefoot.plugins.launch.on_ray")
-    sys.modules.pop("surefoot.plugins.launch.on_ray")
+    for name in ("surefoot.plugins.launch.on_ray", "surefoot.parallel.ray_cluster"):
+        sys.modules.pop(name)

@@ -21,7 +21,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import ray
 import torch.distributed as dist
 from ray.exceptions import RayError
 from ray.train import (
@@ -44,6 +43,7 @@ from ...errors import (
     first_line,
 )
 from ...log import configure
+from ...parallel.ray_cluster import join
 from ...recipe.recipe import Recipe, dump, load_text
 from ...recipe.yaml import emit
 from ...run.training_run import run
@@ -96,14 +96,11 @@ def train(recipe: Recipe, request: LaunchRequest) -> int:
         recipe = replace(recipe, train=replace(recipe.train, output_dir=folder))
     plan = _plan(request)
     workers = plan["num_workers"]
-    try:
-        ray.init(address=plan["address"], logging_level=logging.WARNING)
-    except ConnectionError as error:
-        raise RunError(
-            f"no Ray cluster at {plan['address']} ({first_line(error)}); start one with `ray start "
-            "--head`, name one with --set address=HOST:PORT, or train on this machine with "
-            "--set address=local"
-        ) from error
+    join(
+        plan["address"],
+        "start one with `ray start --head`, name one with --set address=HOST:PORT, or train on "
+        "this machine with --set address=local",
+    )
     trainer = TorchTrainer(
         train_rank,
         train_loop_config={"recipe": dump(recipe), "command": shown(sys.argv[1:])},

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shlex
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import click
 from rich.console import Console
 
 from ...cli.table import JSON, cell, console, frame, number, print_json, table
-from ...errors import RecipeError, RunError, counted
+from ...errors import RecipeError, RunError, counted, installation
 from ...parallel.section import launched
 from ...storage.folder_lock import lock
 from ...terminal_text import visible
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from .space import Space
     from .study import Results
+    from .sweep import StartTrial
 
 _TRIALS = 20
 _STYLES = {"failed": "red", "pruned": "dim", "half-run": "yellow"}
@@ -51,6 +53,21 @@ _STYLES = {"failed": "red", "pruned": "dim", "half-run": "yellow"}
     show_default=True,
     metavar="K",
     help="Trials that run at once; GPUs and cores are divided among them.",
+)
+@click.option(
+    "--on", type=click.Choice(["ray"]), help="Run the trials on a cluster; default: here."
+)
+@click.option(
+    "--gpus",
+    type=click.IntRange(0),
+    metavar="G",
+    help="With --on: GPUs of each trial, on one node; default: those of the cluster are divided.",
+)
+@click.option(
+    "--cpus",
+    type=click.IntRange(1),
+    metavar="C",
+    help="With --on: CPUs of each trial; default: one for each GPU, or they are divided.",
 )
 @click.option(
     "--output",
@@ -84,7 +101,6 @@ def sweep(
     recipe: Path,
     ranges: tuple[str, ...],
     output: Path | None,
-    jobs: int,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -99,6 +115,9 @@ def sweep(
 
     Each trial is an ordinary run in a folder of its own. A sweep that was stopped or killed is
     resumed by the same command: half-run trials first, from their latest checkpoints.
+
+    With --on ray, each trial runs on one node of a Ray cluster, and resumes on another one if that
+    node is lost. All nodes need the folder of the sweep on one disk.
     """
     try:
         from .objective import choose_objective
@@ -125,16 +144,19 @@ def sweep(
             "data.val_size and train.eval_steps, or leave it out"
         )
     options["num_trials"] = _num_trials(space, options.pop("trials"), options["sampler"])
+    where = [options.pop(name) for name in ("on", "jobs", "gpus", "cpus")]
+    starts, share = _starts(*where)
     output = (output or _default_output(space)).absolute()
     taken = f"{output}: another process runs this sweep; wait for it, or choose another --output"
     with lock(output, RunError, doing="sweep", taken=taken, name=LOCK):
         settings, is_resumed = SearchSettings(**options), (output / STUDY).exists()
-        search = Sweep(output, space, objective, settings, _environments(jobs), _tell)
+        search = Sweep(output, space, objective, settings, starts, _tell)
         with contextlib.suppress(OSError):
             facts = {key.key: key.text for key in space.keys} | {
                 "objective": objective,
                 "sampler": f"{settings.sampler}, seed {settings.seed}",
                 "trials": f"{settings.num_trials}{', resumed' if is_resumed else ''}",
+                **({"each trial": share} if share else {}),
                 "output": output,
             }
             Console(stderr=True, highlight=False).print(frame(recipe, facts.items()))
@@ -166,6 +188,30 @@ def _num_trials(space: Space, trials: int | None, sampler: str) -> int:
             "list them (1e-5,1e-4,1e-3), or use --sampler random"
         )
     return min(trials or space.size, space.size)
+
+
+def _starts(
+    on: str | None, jobs: int, gpus: int | None, cpus: int | None
+) -> tuple[list[StartTrial], str]:
+    """What starts each of ``jobs`` trials at once, and with what on a cluster. Raises
+    ``RunError``."""
+    from .sweep import start_here
+
+    if on is None:
+        if gpus is not None or cpus is not None:
+            raise RunError(
+                "--gpus and --cpus are for --on ray; on this machine, GPUs and cores are divided "
+                "among --jobs, and CUDA_VISIBLE_DEVICES says which GPUs there are"
+            )
+        return [partial(start_here, environment=each) for each in _environments(jobs)], ""
+    try:
+        from .on_ray import RayTrial, connect
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "ray":
+            raise
+        raise RunError(f"--on ray: Ray is not installed: {installation('ray')}") from None
+    resources = connect(jobs, gpus, cpus)
+    return [partial(RayTrial, resources, _tell)] * jobs, f"{resources}, on one node of Ray's"
 
 
 def _environments(jobs: int) -> list[dict[str, str]]:

@@ -15,12 +15,12 @@ import json
 import math
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 import optuna
 from optuna.trial import TrialState
@@ -77,6 +77,29 @@ class SearchSettings:
     prune_after: int
 
 
+class TrialProcess(Protocol):
+    """The process of a trial, as ``subprocess.Popen``, wherever it runs."""
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs. Raises ``RunError``: it cannot be started."""
+
+    def send_signal(self, sig: int, /) -> None:
+        """Send a signal to it."""
+
+
+# From the folder of a run and the arguments of ``surefoot`` that train in it.
+StartTrial = Callable[[Path, Sequence[str]], TrialProcess]
+
+
+def start_here(
+    folder: Path, arguments: Sequence[str], *, environment: Mapping[str, str]
+) -> TrialProcess:
+    """Start a trial on this machine, with ``environment`` beside that of this process. It saves and
+    ends if this process dies."""
+    environment = {**environment, LAUNCHER: str(os.getpid())}
+    return start_training(folder, arguments, environment=environment)
+
+
 @dataclass
 class Sweep:
     """The trials of a sweep whose folder this process has locked."""
@@ -85,7 +108,7 @@ class Sweep:
     space: Space
     objective: Objective
     search: SearchSettings
-    environments: Sequence[Mapping[str, str]]
+    starts: Sequence[StartTrial]  # for each of the trials at once
     tell: Callable[[str], None]
     study: optuna.Study = field(init=False)
     signals: list[signal.Signals] = field(default_factory=list)  # that have stopped the sweep
@@ -135,16 +158,16 @@ class Sweep:
         """Run trials until there are enough, or a signal stops the sweep."""
         half_run = self.study.get_trials(states=[TrialState.RUNNING])
         waiting = [trial.number for trial in half_run]
-        active: dict[int, Generator[None]] = {}  # by the number of its environment
+        active: dict[int, Generator[None]] = {}  # by the number of its start
         # What is ignored stays so, as SIGHUP under nohup.
         heard = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
         before = {number: signal.signal(number, self._stop) for number in heard}
         try:
             while True:
-                for slot, environment in enumerate(self.environments):
+                for slot, start in enumerate(self.starts):
                     is_free = slot not in active and not self.signals
                     if is_free and (number := self._next_trial(waiting)) is not None:
-                        active[slot] = self._train(number, environment)
+                        active[slot] = self._train(number, start)
                 if not active:
                     return self._write()
                 active = {
@@ -192,7 +215,7 @@ class Sweep:
     def _values(self, number: int) -> Values:
         return values_of(self.space, self.study.get_trials(deepcopy=False)[number])
 
-    def _train(self, number: int, environment: Mapping[str, str]) -> Generator[None]:
+    def _train(self, number: int, start: StartTrial) -> Generator[None]:
         """Start or resume the run of a trial, and follow it to its end; between two looks the
         others have their turn."""
         folder, values = self.output / folder_name(number), self._values(number)
@@ -206,9 +229,7 @@ class Sweep:
         write_text(path, text_of(self.space.recipe(values, folder)))
         how = "resumed: " if (folder / METRICS).exists() else ""
         self.tell(f"trial {number}: {how}{shown(values)}")
-        # With the number of this process, the run saves and ends if this one dies.
-        environment = {**environment, LAUNCHER: str(os.getpid())}
-        process = start_training(folder, ["train", str(path)], environment=environment)
+        process = start(folder, ["train", str(path)])
         self._write()
         metrics, records = Follower(folder / METRICS), list[Record]()
         num_reports, num_signals, pruned, code = 0, 0, None, None
@@ -228,9 +249,10 @@ class Sweep:
                     yield
         finally:
             if process.poll() is None:  # after an error
-                process.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_PATIENCE)
+                process.send_signal(signal.SIGTERM)
+                deadline = time.monotonic() + _PATIENCE
+                while process.poll() is None and time.monotonic() < deadline:
+                    time.sleep(_PAUSE)
         # A run that a signal has ended has its number, negated; a shell says 128 and the number.
         self._conclude(number, 128 - code if code < 0 else code, records, pruned)
         self._write()
