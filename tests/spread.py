@@ -56,9 +56,12 @@ def trainer(
     stage=None,
     codec=None,
     optim=None,
+    held=None,
+    callbacks=(),
     **changes,
 ):
-    """The trainer of a tiny model; ``changes`` are of its configuration."""
+    """The trainer of a tiny model, which ``held`` examples evaluate; ``changes`` are of its
+    configuration."""
     method = method or Full()
     recipe = Recipe(
         model=ModelSection(path="unused"),
@@ -88,7 +91,8 @@ def trainer(
     network = finish(draft, ON_THE_MESH)
     group = replace(writers(world), from_first=world.from_main)
     saver = AsyncSaver(folder, kind=network.weights.kind, has_lock=True, writers=group, keep=3)
-    data = TrainingData(in_memory(examples or small.examples()), {})
+    evals = {"": in_memory(held)} if held else {}
+    data = TrainingData(in_memory(examples or small.examples()), evals)
 
     def opened(role):
         path = Path(recipe.stage.auxiliary[role].model or folder / "another")
@@ -101,7 +105,7 @@ def trainer(
     columns, networks = precompute(
         recipe, data, {"policy": folder}, codec, world, lambda needs_start: network, opened
     )
-    return build_trainer(recipe, codec, networks, columns, saver, (), nullcontext())
+    return build_trainer(recipe, codec, networks, columns, saver, callbacks, nullcontext())
 
 
 def save_another(path, kind, changes):

@@ -129,6 +129,14 @@ class Batch:
         )
 
 
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor``, which is on the host, on ``device``. A copy from memory that is not pinned would
+    wait for all that the GPU has to do, in each micro-batch."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 _ON_HOST = ("cu_seqlens", "branches")
 _PLACES = ("at", "at_ends")
 

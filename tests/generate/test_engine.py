@@ -73,6 +73,13 @@ def test_a_model_without_slots_says_why(caplog):
     assert "longest response: no cache of this class\n" in caplog.text
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_slots_serve_a_model_in_float32_under_autocast(kind):
+    """As a policy is trained on a GPU: a rotation makes its keys float32, its values are not."""
+    with torch.autocast("cpu", torch.bfloat16):
+        assert driver_of(model(kind), 16) is not None
+
+
 def test_a_repetition_penalty_is_that_of_transformers():
     network = model()
     section = GenerateSection(max_new_tokens=14, batch_size=3, repetition_penalty=1.7)

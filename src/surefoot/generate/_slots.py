@@ -238,7 +238,9 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
             if step.is_full:  # a copy takes 6 us, an index 8 to 12
                 stored[:count, :, step.length - 1] = new[:, :, 0]
             else:
-                stored[step.rows, :, step.columns] = new[:count, :, 0]
+                # Under autocast, values are bfloat16 beside keys that a rotation has made float32;
+                # transformers' cache of the prefix has one type for both.
+                stored[step.rows, :, step.columns] = new[:count, :, 0].to(stored.dtype)
             visible.append(stored[:filled, :, : step.length])
         return visible[0], visible[1]
 

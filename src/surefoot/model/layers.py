@@ -132,8 +132,20 @@ def _offloaded(
 
 
 def _main_memory() -> torch.autograd.graph.saved_tensors_hooks:
-    is_pinned = torch.cuda.is_available()
-    return torch.autograd.graph.save_on_cpu(pin_memory=is_pinned)
+    """As torch's ``save_on_cpu``, which waits for the GPU after each layer. Both copies are queued
+    behind what makes the values, so that nobody has to."""
+    if not torch.cuda.is_available():
+        return torch.autograd.graph.save_on_cpu()
+
+    def pack(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return tensor.device, host.copy_(tensor, non_blocking=True)
+
+    def unpack(packed: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+        device, host = packed
+        return host.to(device, non_blocking=True)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 def _elsewhere() -> torch.autograd.graph.saved_tensors_hooks:

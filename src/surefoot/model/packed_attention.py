@@ -44,6 +44,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from ..batch import sent
 from ..errors import ModelError, first_line
 from .config import size_of
 from .loading import on_meta, once_per_architecture
@@ -76,7 +77,7 @@ class Bounds:
     def on(self, device: torch.device) -> torch.Tensor:
         """[documents + 1] the bounds as int32 on ``device``."""
         bounds = self.kept(
-            "bounds", lambda: torch.tensor(self.values, dtype=torch.int32).to(device)
+            "bounds", lambda: sent(torch.tensor(self.values, dtype=torch.int32), device)
         )
         assert isinstance(bounds, torch.Tensor)
         return bounds
@@ -112,6 +113,12 @@ def _strict() -> Iterator[None]:
     try:
         yield
     finally:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def leave_strict_mode() -> None:
+    """After a backward pass that failed inside of attention, which would have left it."""
+    if torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 
@@ -363,8 +370,8 @@ def attend_by_mask(model: PreTrainedModel, *, is_on: bool) -> None:
 
 def _row_mask(model: PreTrainedModel, bounds: Sequence[int]) -> torch.Tensor:
     """[1, 1, T, T] the causal mask of the documents in a row, added to the scores."""
-    lengths = torch.tensor([b - a for a, b in pairwise(bounds)], device=model.device)
-    document_T = torch.repeat_interleave(lengths)
+    lengths = torch.tensor([b - a for a, b in pairwise(bounds)])
+    document_T = sent(torch.repeat_interleave(lengths), model.device)
     seen_TT = (document_T[:, None] == document_T[None]).tril()
     lowest = torch.finfo(model.dtype).min
     mask_TT = torch.zeros_like(seen_TT, dtype=model.dtype).masked_fill(~seen_TT, lowest)
@@ -441,7 +448,7 @@ def packed_arguments(
     if vars(model).get(_BY_MASK):
         return {"attention_mask": _row_mask(model, bounds)}
     longest = max(b - a for a, b in pairwise(bounds))
-    on_device = cu_seqlens.to(model.device)
+    on_device = sent(cu_seqlens, model.device)
     return {
         "cu_seq_lens_q": on_device,
         "cu_seq_lens_k": on_device,
@@ -545,10 +552,19 @@ def register(name: str, kernel: RowKernel) -> None:
         if not is_plain or not isinstance(bounds, Bounds) or bounds.branches is not None:
             return otherwise(module, query, key, value, attention_mask, **kwargs)
         scaling = cast("float | None", kwargs.get("scaling"))
-        return kernel((query, key, value), bounds, scaling).contiguous(), None
+        return kernel(as_computed((query, key, value)), bounds, scaling).contiguous(), None
 
     # as in ``packed``: not to be compiled for every number of documents
     AttentionInterface.register(PREFIX + name, torch.compiler.disable(attend))  # type: ignore[no-untyped-call]
+
+
+def as_computed(heads: Heads) -> Heads:
+    """The heads in the type of autocast, as it casts them for SDPA and for no other kernel: a
+    rotation by float32 angles has made queries and keys float32, beside values in bfloat16."""
+    kind = heads[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return heads
+    return [each.to(torch.get_autocast_dtype(kind)) for each in heads]
 
 
 BY_DOCUMENT = "sdpa"

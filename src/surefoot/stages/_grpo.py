@@ -321,7 +321,7 @@ class GRPO(OnPolicy):
         means_N = lengths_N.new_ones(()) if is_by_token else 1 / lengths_N
         shares_N = means_N
         if self.average_over == "max_new_tokens":
-            shares_N = lengths_N.new_tensor(1 / self.max_new_tokens)
+            shares_N = lengths_N.new_full((), 1 / self.max_new_tokens)
         if "kept" in extras:
             shares_N = shares_N * extras["kept"].to(logps_N)
         weight = (lengths_N > 0).sum() if is_by_token else (extras["lengths"] > 0).sum()

@@ -72,15 +72,19 @@ class NetworkContext:
         ends = np.cumsum([0, *counts])
         all_values = torch.zeros(len(spec.outputs), int(ends[-1]), dtype=torch.float64)
         dtype = torch.float32
+        computed = list[tuple[torch.Tensor, torch.Tensor]]()
         with closing(self._batches(role, examples, size)) as batches:
             for items, outputs, _ in batches:
                 spans = [np.arange(ends[i], ends[i + 1]) for i in items]
                 # a rank without examples runs a batch without spans, too
                 positions = torch.from_numpy(np.concatenate([np.empty(0, np.int64), *spans]))
-                for row, name in enumerate(spec.outputs):
-                    values: torch.Tensor = getattr(outputs, name)
-                    dtype = values.dtype
-                    all_values[row, positions] = values[: len(positions)].double().cpu()
+                values: list[torch.Tensor] = [getattr(outputs, name) for name in spec.outputs]
+                dtype = values[-1].dtype
+                each_double = [each[: len(positions)].double() for each in values]
+                computed.append((positions, torch.stack(each_double)))
+        # Read at the end: the host would wait for a GPU after each micro-batch.
+        for positions, values_XN in computed:
+            all_values[:, positions] = values_XN.cpu()
         all_values = self.world.summed(all_values).to(dtype)
         rows = torch.split(all_values, counts, dim=1)
         return [Outputs(**dict(zip(spec.outputs, row, strict=True))) for row in rows]
@@ -94,14 +98,14 @@ class NetworkContext:
     def _reduce(
         self, role: str, examples: Sequence[Features], function: Reduction, size: int
     ) -> NDArray[np.float64]:
-        results: torch.Tensor | None = None
+        computed = list[tuple[Index, torch.Tensor]]()
         with closing(self._batches(role, examples, size)) as batches:
             for items, outputs, batch in batches:
-                rows = function(outputs, batch).double().cpu()
-                if results is None:
-                    results = torch.zeros(len(examples), *rows.shape[1:], dtype=torch.float64)
-                results[torch.from_numpy(items)] += rows[: len(items)]
-        assert results is not None
+                computed.append((items, function(outputs, batch).double()))
+        shape = computed[0][1].shape[1:]
+        results = torch.zeros(len(examples), *shape, dtype=torch.float64)
+        for items, rows in computed:  # read at the end, as above
+            results[torch.from_numpy(items)] += rows[: len(items)].cpu()
         return self.world.summed(results).numpy()
 
     def generate(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..batch import IGNORE_INDEX, Batch, Loss, Outputs
+from ..batch import IGNORE_INDEX, Batch, Loss, Outputs, trained_positions
 
 if TYPE_CHECKING:
     import torch
@@ -23,12 +23,8 @@ def negative_log_likelihood(outputs: Outputs, batch: Batch) -> Loss:
     With label smoothing (arXiv:1512.00567) it is that of smoothed labels, and ``nll`` that of the
     labels themselves. ``token_accuracy`` counts correct predictions, if these were computed."""
     assert outputs.total is not None
-    is_trained = batch.labels[:, 1:] != IGNORE_INDEX
-    metrics = {}
-    if outputs.predictions is not None:
-        labels = batch.labels[:, 1:][is_trained]
-        metrics["token_accuracy"] = (outputs.predictions == labels).sum()
-    weight = is_trained.sum()
+    metrics = _accuracy(outputs, batch)
+    weight = (batch.labels[:, 1:] != IGNORE_INDEX).sum()
     if outputs.smoothed is None:
         return Loss(-outputs.total, weight, metrics)
     return Loss(-outputs.smoothed, weight, {**metrics, "nll": -outputs.total})
@@ -55,10 +51,17 @@ def weighted_likelihood(
         assert outputs.divergences is not None
         metrics["divergence"] = outputs.divergences.detach().sum()
         total = total + asft_alpha * outputs.divergences.sum()
-    is_trained = batch.labels[:, 1:] != IGNORE_INDEX
-    if outputs.predictions is not None:
-        metrics["token_accuracy"] = (outputs.predictions == batch.labels[:, 1:][is_trained]).sum()
-    return Loss(total, is_trained.sum(), metrics)
+    metrics |= _accuracy(outputs, batch)
+    return Loss(total, (batch.labels[:, 1:] != IGNORE_INDEX).sum(), metrics)
+
+
+def _accuracy(outputs: Outputs, batch: Batch) -> dict[str, torch.Tensor]:
+    """The number of correct predictions, if these were computed. Labels were looked up on the host:
+    a mask of the device would be waited for."""
+    if outputs.predictions is None:
+        return {}
+    labels_N = (batch.at or trained_positions(batch)).labels
+    return {"token_accuracy": (outputs.predictions == labels_N).sum()}
 
 
 def with_perplexity(_self: object, means: Mapping[str, float]) -> Mapping[str, float]:

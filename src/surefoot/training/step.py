@@ -26,6 +26,7 @@ from ..checkpoint.state.roles import ShardedState
 from ..errors import RunError, counted
 from ..model.lora_targets import is_added
 from ..model.numerics import LossScaler
+from ..model.packed_attention import leave_strict_mode
 from ..network.method import Weights
 from ..network.network import Network
 from ..optim.bf16_weights import move_weights
@@ -256,6 +257,9 @@ class Learner:
 
     def drop_gradients(self) -> None:
         """Free what a forward or backward pass that failed has left."""
+        # Memory runs out in attention's backward pass, for one. In strict mode the next pass would
+        # fail at the first operation without a deterministic algorithm.
+        leave_strict_mode()
         self.module.zero_grad(set_to_none=True)
         self.trained.drop_gradients()
         gather_nothing(self.module)

@@ -324,8 +324,12 @@ def pin(arena: SnapshotBuffer) -> bool:
     """Pin the buffer's pages for direct copies from GPUs; if that fails, copies are slower."""
     # In place: pin_memory() would copy into memory of its own, which
     # the writer process does not map.
-    status = _runtime().cudaHostRegister(_address(arena), arena.size, 0)
-    return int(status) == 0
+    if int(_runtime().cudaHostRegister(_address(arena), arena.size, 0)) == 0:
+        return True
+    # CUDA keeps the error, and torch would raise it at the next kernel, in the middle of training.
+    with contextlib.suppress(RuntimeError):
+        torch.zeros((), device="cuda")
+    return False
 
 
 def unpin(arena: SnapshotBuffer) -> None:

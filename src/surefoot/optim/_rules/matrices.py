@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ...batch import sent
 from ..state_tensor import ParameterKind, projector_shape, small_dim
 from .rule_optimizer import Update
 from .sharded import buckets, complete, part_of, size_of_part
@@ -43,7 +44,7 @@ def random_projector(parameter: torch.Tensor, rank: int, seed: int) -> torch.Ten
     drawn = torch.Generator().manual_seed(seed)
     full_shape = projector_shape((*[1] * len(batch), m, n), rank)
     full = torch.randn(full_shape, generator=drawn) / min(rank, m, n) ** 0.5
-    full = full.to(parameter.device, parameter.dtype)
+    full = sent(full.to(parameter.dtype), parameter.device)
     return part_of(full, parameter, {small_dim(tuple(parameter.shape))})
 
 

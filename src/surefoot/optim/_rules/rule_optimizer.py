@@ -193,7 +193,13 @@ class RuleOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if state := self.state.get(parameter):
                     weights = local(parameter)
-                    local_state = {key: local(t).to(weights.device) for key, t in state.items()}
+                    # The state may be offloaded, to pinned memory. The number of the step, which no
+                    # point depends on, is on the CPU: sending it would wait for the device.
+                    local_state = {
+                        key: local(tensor).to(weights.device, non_blocking=True)
+                        for key, tensor in state.items()
+                        if key != "step"
+                    }
                     weights.copy_(point(local_state))
 
     def _with_gradients(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
