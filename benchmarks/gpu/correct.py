@@ -69,6 +69,7 @@ def environment(
         "SUREFOOT_DEADLINE": str(time.monotonic() + seconds),
         "PYTHONPATH": path,
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # whatever else that machine has
+        "PYTEST_XDIST_WORKER": "",  # of a test of the kit; xdist sets it in its own workers
     }
 
 

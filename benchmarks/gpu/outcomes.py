@@ -22,7 +22,7 @@ LONGEST = 1500  # characters of a message
 # seconds of a test, the compilation of its kernels included
 PATIENCE = float(os.environ.get("SUREFOOT_PATIENCE", "150"))
 STDERR = os.fdopen(os.dup(2), "w")  # the program's own: pytest captures that of tests
-IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ  # whose outcomes the main process writes
+IS_WORKER = bool(os.environ["PYTEST_XDIST_WORKER"])  # whose outcomes the main process writes
 
 
 def _write(**record: object) -> None:
