@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -15,6 +16,7 @@ from surefoot.errors import DataError
 from surefoot.model.loading import resolve
 from surefoot.recipe.recipe import load
 from surefoot.recipe.recipe_data import encoding_of, open_codec
+from surefoot.run.from_python import StageParts
 from surefoot.storage.child import Child
 
 # Sends what a process would: a file that another part of the test has written.
@@ -141,6 +143,16 @@ def test_the_error_of_a_row_is_that_of_one_process_and_leaves_no_cache(opened, t
     with pytest.raises(DataError, match="row 13"):
         shared("several", encode=raised, change=lambda number, data: b"" if number else data)
     assert not content(tmp_path / "several")
+
+
+def test_a_stage_with_members_from_python_is_encoded_by_one_process(tmp_path, monkeypatch):
+    """Whatever the cores and however long it takes: no recipe says what it is."""
+    monkeypatch.setattr(_shards, "num_shares", lambda: 2)
+    monkeypatch.setattr(_shards, "ALONE_SECONDS", 0.0)
+    recipe = load(Project(tmp_path).recipe)
+    recipe = replace(recipe, stage=StageParts(loss=lambda outputs, batch: None).of(recipe.stage))
+    codec = open_codec(recipe, resolve(recipe.model, weights=False))
+    assert prepare(encoding_of(recipe, codec)).report.datasets[0].rows == 24
 
 
 def test_a_real_process_encodes_its_share_of_a_recipe(tmp_path):

@@ -206,8 +206,9 @@ def encoding_of(recipe: Recipe, codec: Codec, section: DataSection | None = None
     encode = partial(recipe.stage.encode, codec=codec)
     section = replace(section or recipe.data, cutoff_len=codec.section.cutoff_len)
     drawn_for = replace(recipe.data, cutoff_len=codec.section.cutoff_len)
-    # a process reads the datasets of a recipe, and no other section
-    start = partial(start_share, recipe) if section.datasets == recipe.data.datasets else None
+    # A process reads what a recipe says: its datasets, and no stage with members from Python.
+    is_said = section.datasets == recipe.data.datasets and type(recipe.stage) in STAGES.values()
+    start = partial(start_share, recipe) if is_said else None
     return Encoding(section, encode, fingerprint, recipe.train.seed, drawn_for, start)
 
 

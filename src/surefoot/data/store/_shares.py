@@ -33,7 +33,7 @@ Batch = TypeVar("Batch")
 
 def num_shares() -> int:
     """How many processes may encode on the cores that this one may use; 1: none but this."""
-    cores = len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1  # Linux alone
     return 1 if cores < LEAST_CORES else min(cores, MAX_SHARES)
 
 
@@ -63,8 +63,7 @@ class Shares:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for child in self._children:
-            child.end()
+        self._end()
 
     def are_ready(self) -> bool:
         """Whether all of them wait for the first row. Starts them if it is time."""
@@ -116,4 +115,8 @@ class Shares:
             why,
         )
         self._count = 0
-        self.__exit__()
+        self._end()
+
+    def _end(self) -> None:
+        for child in self._children:
+            child.end()
