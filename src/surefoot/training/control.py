@@ -48,7 +48,7 @@ def standard_callbacks(
             raise RecipeError(f"train.callbacks: {name} is no surefoot.training.TrainerCallback")
         members.append(copy(callback))  # what a run changes is its own
     if world.size > 1:
-        members.append(SlowRanks(world))
+        members.append(SlowRanks(world, section.folder))
     if not world.is_main:
         return members
     folder = section.folder

@@ -1,5 +1,6 @@
 """A rank for which the others wait is named, with what it spends its time on."""
 
+import json
 import logging
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from surefoot.parallel.world import World
+from surefoot.training.callback import TrainerState
 from surefoot.training.callbacks._slow_ranks import SlowRanks, slow_rank
 
 
@@ -23,10 +25,10 @@ from surefoot.training.callbacks._slow_ranks import SlowRanks, slow_rank
 )
 def test_the_rank_that_others_wait_for_stands_out_by_its_own_seconds(seconds, said):
     message = slow_rank(np.array(seconds, float))
-    assert message is None if said is None else message.startswith(said)
+    assert message is None if said is None else str(message).startswith(said)
 
 
-def test_it_is_named_once_until_another_one_is_slow(caplog, monkeypatch):
+def test_it_is_named_once_until_another_one_is_slow(tmp_path, caplog, monkeypatch):
     caplog.set_level(logging.WARNING)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     spent = {0: [0.0, 0.0, 0.0], 1: [0.0, 0.0, 0.0]}
@@ -37,13 +39,13 @@ def test_it_is_named_once_until_another_one_is_slow(caplog, monkeypatch):
             other = torch.tensor([[0.0, values[0, 1], values[0, 2]]], dtype=torch.float64)
             return torch.cat([values[:1], other])
 
-    callback = SlowRanks(Pair(0, 2, progress=SimpleNamespace(spent=None)))
+    callback = SlowRanks(Pair(0, 2, progress=SimpleNamespace(spent=None)), tmp_path)
 
     def log(data, compute, both):
         for i, more in enumerate((data, compute, both)):
             spent[0][i] += more
         callback.world.progress.spent = tuple(spent[0])
-        callback.on_log(None, None, None, {"loss": 1.0})
+        callback.on_log(None, TrainerState(global_step=7), None, {"loss": 1.0})
 
     log(1, 1, 2)  # less than what says anything
     assert caplog.messages == []
@@ -55,3 +57,9 @@ def test_it_is_named_once_until_another_one_is_slow(caplog, monkeypatch):
     log(0, 9, 10)
     log(5, 4, 10)
     assert len(caplog.messages) == 2
+    rows = [json.loads(line) for line in (tmp_path / "launches.jsonl").read_text().splitlines()]
+    assert [(row["event"], row["step"], row["rank"], row["what"]) for row in rows] == [
+        ("slow_rank", 7, 0, "data")
+    ] * 2
+    expected = (0.5, 0.0, 0.5)  # five of ten seconds, for which the other one waits
+    assert (rows[0]["share"], rows[0]["share_of_others"], rows[0]["waited"]) == expected

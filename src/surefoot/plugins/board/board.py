@@ -30,6 +30,7 @@ MAX_SAMPLES = 64
 _MAX_FILES = 24  # of metrics in memory: of the runs that were looked at last
 _MAX_LAUNCH_BYTES = 8 << 20
 _MAX_LAUNCHES = 200
+_MAX_SLOW_RANKS = 20
 _MAX_LOG = 1 << 17
 _MAX_TOKENS = 2000  # of a sampled response
 _SEARCHED = ("run", "state", "model", "stage", "method")
@@ -84,6 +85,7 @@ class Board:
             "recipe_problem": problem,
             "launches": _launches(folder),
             "goodput": _goodput(folder),
+            "slow_ranks": _slow_ranks(folder),
             "metrics": sorted(metrics.columns),
             "metrics_problem": metrics.note(),
             "samples": sample_files(folder),
@@ -190,6 +192,17 @@ def _launches(folder: Path) -> list[dict[str, object]]:
         elif row.get("event") == "end" and launches:
             launches[-1]["end"] = row
     return launches[-_MAX_LAUNCHES:]
+
+
+def _slow_ranks(folder: Path) -> list[dict[str, object]]:
+    """Each rank for which the others have waited, since the latest launch began."""
+    rows: list[dict[str, object]] = []
+    for row in _events(folder):
+        if row.get("event") == "launch":
+            rows = []
+        elif row.get("event") == "slow_rank":
+            rows.append(row)
+    return rows[-_MAX_SLOW_RANKS:]
 
 
 def _goodput(folder: Path) -> dict[str, Any] | None:

@@ -1,7 +1,8 @@
 """The launches of a run: who trains it, how far it is, and how each launch ended; how one is
 started as a process of its own, and how another process follows what it writes, without secrets.
 
-launches.jsonl    appended: one line when a launch begins, one for each log, one when it ends
+launches.jsonl    appended: one line when a launch begins, one for each log, one for each slow rank,
+                  one when it ends
 .heartbeat.json   replaced about every second: the step, and the process that takes it
 .stop             created by whoever wants the run to stop; removed by the launch that does so
 
@@ -97,6 +98,10 @@ class LaunchFiles:
     def log(self, **facts: object) -> None:
         """What a log has of this machine: memory, and time lost to saves."""
         self._append("log", **facts, **self._spent())
+
+    def slow_rank(self, **facts: object) -> None:
+        """The other ranks wait for one: which, and what for."""
+        self._append("slow_rank", **facts)
 
     def end(self, outcome: str, **facts: object) -> None:
         """The launch ends: ``complete``, ``stopped`` by a signal, or ``failed``."""

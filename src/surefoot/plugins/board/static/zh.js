@@ -52,6 +52,7 @@ export const ZH = {
   "Last heartbeat {time} ago.": "最近一次心跳在 {time} 前。",
   "Launches": "启动",
   "Where the time went": "时间去向", "trained": "有效训练", "repeated": "重复的训练", "waited for saves": "等待保存", "evaluating": "评估", "callbacks": "回调",
+  "Slow rank": "慢的 rank", "Slow in": "慢在", "data": "数据", "compute": "计算", "% of its step": "占其步时 %", "% on others": "其他 rank %", "% that others wait": "其他 rank 等待 %",
   "waited for data": "等待数据", "opening model and data": "打开模型和数据", "results and uploads": "写结果和上传", "no launch ran": "未在运行", "not recorded": "没有记录",
   "Learning rate": "学习率",
   "Lengths": "长度",
