@@ -123,7 +123,17 @@ def make_inputs(pictures: Any, folder: Path, kind: str) -> None:
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, pictures.rows(folder, ROWS))))
 
 
-def encoding(pictures: Any, folder: Path, kind: str, repetitions: int) -> list[str]:
+def make_photos(folder: Path) -> None:
+    """The same rows with photos of telephones that a page has made smaller: 640 x 480, JPEG."""
+    import PIL.Image
+
+    for path in folder.glob("*_*.png"):
+        PIL.Image.open(path).resize((640, 480)).save(path.with_suffix(".jpg"), quality=85)
+    rows = folder / "rows.jsonl"
+    rows.write_text(rows.read_text().replace(".png", ".jpg"))
+
+
+def encoding(pictures: Any, folder: Path, kind: str, size: str, repetitions: int) -> list[str]:
     """Rows a CPU second from a file to ids and labels, and by the processor row by row."""
     from transformers import AutoProcessor
     from with_trainer_pictures import conversations, processed
@@ -145,7 +155,8 @@ def encoding(pictures: Any, folder: Path, kind: str, repetitions: int) -> list[s
     works: dict[str, Callable[[], None]] = {"surefoot": by_surefoot, "processor": by_processor}
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for turn, name in enumerate(measure.interleaved(list(works), repetitions + 1)):
-        recipe = pictures.recipe(folder, base, cache_dir=str(folder / f"cache-{turn}"))
+        cache = str(folder / f"cache-{size}-{turn}")
+        recipe = pictures.recipe(folder, base, cache_dir=cache)
         start = time.process_time()
         works[name]()
         if turn >= len(works):  # in the first round, both import what they need
@@ -154,6 +165,7 @@ def encoding(pictures: Any, folder: Path, kind: str, repetitions: int) -> list[s
     num_equal = sum(ours == theirs[: len(ours)] for ours, theirs in pairs)
     return [
         kind,
+        size,
         measure.spread([len(rows) / s for s in seconds["surefoot"]], 0),
         measure.spread([len(rows) / s for s in seconds["processor"]], 0),
         measure.ratio(seconds["surefoot"], seconds["processor"]),
@@ -180,8 +192,18 @@ def main() -> None:
                 bench.found[subject].append(bench.run(subject))
             print(f"\n## {kind}\n\n{bench.table()}", flush=True)
             bench.check()
-            encoded.append(encoding(pictures, bench.folder, kind, options.repetitions))
-    head = ["rows per CPU s, cold", "Surefoot", "processor, row by row", "times ours", "equal ids"]
+            for size, change in (("small PNG", None), ("640 x 480 JPEG", make_photos)):
+                if change is not None:
+                    change(bench.folder)
+                encoded.append(encoding(pictures, bench.folder, kind, size, options.repetitions))
+    head = [
+        "rows per CPU s, cold",
+        "pictures",
+        "Surefoot",
+        "processor, row by row",
+        "times ours",
+        "equal ids",
+    ]
     print(f"\n{measure.table(head, encoded)}\n\nafter: {measure.machine()}")
 
 

@@ -151,12 +151,15 @@ def test_what_is_no_record_is_refused(tmp_path):
 
 
 def killed(project, num_kills, seconds, rng):
-    """Launch ``project`` until it is complete, and kill the first launches; the seconds that passed
-    from the first start to the last end."""
+    """Launch ``project``, kill the first launches, and let the last train 20 steps: the seconds
+    that passed from the first start to the last end, and the step."""
     surefoot("version")  # the process from which all are forked is there
     began = ended = time.time()
+    end = 10**6
     for number in range(num_kills + 1):
-        process = start("train", project.recipe)
+        if number == num_kills:
+            end = json.loads((project.run / HEARTBEAT).read_text())["step"] + 20
+        process = start("train", project.recipe, f"train.max_steps={end}")
         if number < num_kills:
             deadline = time.monotonic() + 120
             path = project.run / HEARTBEAT
@@ -170,7 +173,7 @@ def killed(project, num_kills, seconds, rng):
         _, err = process.communicate(timeout=300)
         ended = time.time()
         assert process.returncode == (-signal.SIGKILL if number < num_kills else 0), err
-    return ended - began
+    return ended - began, end
 
 
 def check(project, num_kills, wall):
@@ -195,9 +198,10 @@ def evaluated(folder, **train):
 
 
 def test_a_run_that_was_killed_has_every_second_in_its_ledger(tmp_path):
-    project = evaluated(tmp_path, max_steps=300)
-    ledger = check(project, 2, killed(project, 2, 0.3, random.Random(0)))
-    assert ledger.step == 300
+    project = evaluated(tmp_path)
+    wall, end = killed(project, 2, 0.3, random.Random(0))
+    ledger = check(project, 2, wall)
+    assert ledger.step == end
     assert min(ledger.seconds[name] for name in ("trained", "evaluating", "saving", "down")) > 0
     text = shown(project.run)
     assert text.startswith("3 launches in 0:")
@@ -218,9 +222,9 @@ def test_a_run_that_nothing_happened_to_repeats_nothing(tmp_path):
 @pytest.mark.proof
 def test_a_hundred_kills_leave_no_second_out(tmp_path):
     num_kills = int(os.environ.get("SUREFOOT_KILLS", "100"))
-    project = evaluated(tmp_path, max_steps=40 * num_kills)
-    wall = killed(project, num_kills, 1.0, random.Random(0))
+    project = evaluated(tmp_path)
+    wall, end = killed(project, num_kills, 1.0, random.Random(0))
     ledger = check(project, num_kills, wall)
-    assert ledger.step == 40 * num_kills
+    assert ledger.step == end
     assert ledger.seconds["repeated"] > 0
     print(ledger)
