@@ -111,7 +111,7 @@ def test_several_processes_share_weights_gradients_and_states(project):
 
 
 def test_a_model_that_cannot_be_rehearsed_gets_the_rest_of_its_plan(project, monkeypatch):
-    def fail(*_):
+    def fail(*_, **options):
         raise NotRehearsedError("it looks at values")
 
     monkeypatch.setattr(rank_memory, "dry_run_batch", fail)
@@ -211,16 +211,27 @@ def test_sampled_responses_are_planned_behind_their_prompts(tmp_path):
     assert trainer.policy.network.options.longest == prompts.max() + 6
 
 
+FULL = "full"
+ADAPTERS = {"lora": {"rank": 4, "parts": ["tower", "language"]}}
+
+
 @pytest.mark.parametrize(
-    ("kind", "recomputes"), [*((kind, False) for kind in pictures.KINDS), ("gemma3", True)]
+    ("kind", "recomputes", "method"),
+    [
+        *((kind, False, FULL) for kind in pictures.KINDS),
+        ("gemma3", True, FULL),
+        *((kind, False, ADAPTERS) for kind in pictures.KINDS),
+    ],
 )
-def test_the_layers_for_pictures_are_counted_as_they_really_keep(kind, recomputes, tmp_path):
+def test_the_layers_for_pictures_are_counted_as_they_really_keep(
+    kind, recomputes, method, tmp_path
+):
     """Pictures of three sizes, of which only the largest is measured."""
     base = pictures.save_model(tmp_path / "base", kind)
     rows = pictures.rows(tmp_path)
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     train = {"global_batch_size": 6, "micro_batch_size": 6, "precision": "fp32"}
-    made = pictures.recipe(tmp_path, base, train=train)
+    made = pictures.recipe(tmp_path, base, train=train, method=method)
     model = replace(made.model, gradient_checkpointing=recomputation(recomputes))
     made = replace(made, model=model)
     found = make_plan(made, ALONE)
@@ -234,8 +245,12 @@ def test_the_layers_for_pictures_are_counted_as_they_really_keep(kind, recompute
     text = replace(batch, media={}, axes=None)
     if kind == "gemma3":
         text = replace(text, media={"token_type_ids": batch.media["token_type_ids"]})
-    expected = living(model, batch) - living(model, text)
+    both = living(model, batch)
+    if method is not FULL:  # gradients reach the frozen embeddings beside those of pictures
+        network.inner.enable_input_require_grads()
+    expected = both - living(model, text)
     assert found.pictures.num_bytes == pytest.approx(expected, rel=0.02)
+    assert found.memory.activations == pytest.approx(both, rel=0.12 if recomputes else 0.02)
 
 
 def test_layers_for_pictures_that_do_not_run_alone_are_said_not_to_be_known(tmp_path, monkeypatch):

@@ -226,15 +226,16 @@ def _layered(module: nn.Module, number: int) -> Iterator[tuple[nn.Parameter, int
     return ((parameter, blocks.get(id(parameter))) for parameter in module.parameters())
 
 
-def dry_run_batch(dry_run: DryRunModel, batch: Batch) -> Pass:
-    """Run ``batch``, which may be real, forward and backward. Raises ``NotRehearsedError`` if the
-    model reads values, which do not exist, or uses a kernel for which torch has no shapes."""
+def dry_run_batch(dry_run: DryRunModel, batch: Batch, *, has_pictures: bool = False) -> Pass:
+    """Run ``batch``, which may be real, forward and backward; it is only the text of a batch that
+    ``has_pictures``. Raises ``NotRehearsedError`` if the model reads values, which do not exist, or
+    uses a kernel for which torch has no shapes."""
     was_disabled, _LOGGER.disabled = _LOGGER.disabled, True
     try:
         passes = []
         for turn in dry_run.deepest_turns:
             dry_run.train(turn)
-            passes.append(_measure_pass(dry_run, batch))
+            passes.append(_measure_pass(dry_run, batch, has_pictures=has_pictures))
         return max(passes, key=lambda measured: measured.at_peak.total)
     except (RuntimeError, NotImplementedError) as error:
         name = type(dry_run.network.inner).__name__
@@ -243,7 +244,7 @@ def dry_run_batch(dry_run: DryRunModel, batch: Batch) -> Pass:
         _LOGGER.disabled = was_disabled
 
 
-def _measure_pass(dry_run: DryRunModel, batch: Batch) -> Pass:
+def _measure_pass(dry_run: DryRunModel, batch: Batch, *, has_pictures: bool) -> Pass:
     """Run ``batch`` forward and backward on fake tensors, and count the bytes that are alive: those
     saved between the two, and the most at any moment."""
     stage, network = dry_run.recipe.stage, dry_run.network
@@ -263,6 +264,15 @@ def _measure_pass(dry_run: DryRunModel, batch: Batch) -> Pass:
         for parameter in network.module.parameters()
         if parameter.requires_grad
     ]
+    if has_pictures and any(
+        parameter.requires_grad
+        for module in _picture_modules(inner)
+        for parameter in module.parameters(recurse=False)
+    ):
+        # The gradient of the layers for pictures passes through the whole language model, also
+        # where adapters leave its embeddings frozen.
+        embeddings = inner.get_input_embeddings()
+        hooks.append(embeddings.register_forward_hook(lambda *call: call[-1].requires_grad_()))
     kernel = inner.config._attn_implementation
     if _needs_no_mask(inner, batch):
         inner.set_attn_implementation(UNMASKED)
@@ -295,9 +305,8 @@ def of_pictures(dry_run: DryRunModel, media: BatchMedia, pictures: Sequence[Seen
     tensors = media.processor.tensors([[media.files.decode(largest._replace(path=noise))]])
     try:
         features = inner.get_image_features  # of transformers' models that read pictures
-        of_text = {inner.get_output_embeddings(), *inner.get_decoder().modules()}
         given = {name: tensors[name] for name in signature(features).parameters if name in tensors}
-        with _zeros_in([module for module in inner.modules() if module not in of_text]) as weights:
+        with _zeros_in(_picture_modules(inner)) as weights:
             live = LiveBytes(weights, 0)
             with autocast(dry_run.setting.precision, torch.device("cpu")), live:
                 made = features(**given)
@@ -312,6 +321,12 @@ def of_pictures(dry_run: DryRunModel, media: BatchMedia, pictures: Sequence[Seen
         ) from None
     share = sum(each.tokens for each in pictures) / max(1, largest.tokens)
     return Snapshot(math.ceil(now.activations * share), 0, now.copies)
+
+
+def _picture_modules(inner: PreTrainedModel) -> list[nn.Module]:
+    """The modules of a model that are not of its language model."""
+    of_text = {inner.get_output_embeddings(), *inner.get_decoder().modules()}
+    return [module for module in inner.modules() if module not in of_text]
 
 
 @contextlib.contextmanager

@@ -201,8 +201,8 @@ def _rehearsed_batch(
     ground: PlanBase, rank_model: DryRunModel, batch: Batch, seen: Sequence[Seen]
 ) -> Rehearsed:
     """Its memory. The text of pictures is in the batch, the layers for them run beside it."""
-    of_text = dry_run_batch(rank_model, batch)
     media = ground.codec.media
+    of_text = dry_run_batch(rank_model, batch, has_pictures=bool(media and seen))
     if media is None or not seen:
         return Rehearsed(batch, of_text)
     kept = of_pictures(rank_model, media, seen)
