@@ -78,3 +78,11 @@ def test_killed_at_every_save_without_its_token_cache_it_ends_in_the_same_bits(t
 def test_proof_of_kills_at_every_save(kind, form, moment, has_cache, tmp_path):
     changes = {"packing": form != "padded", "streaming": form == "streamed"}
     assert_no_worse_for_kills(tmp_path, kind, moment, has_cache=has_cache, **changes)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("kind", pictures.KINDS)
+def test_proof_of_kills_with_adapters_in_the_tower(kind, moment, tmp_path):
+    method = {"lora": {"rank": 2, "dropout": 0.1, "parts": ["tower", "language"]}}
+    assert_no_worse_for_kills(tmp_path, kind, moment, has_cache=True, method=method)
