@@ -2,7 +2,7 @@
 
 import json
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import datasets
@@ -369,6 +369,16 @@ def test_a_class_of_ones_own_that_lacks_members_is_refused_with_their_names(proj
     missing = {"stage": "spec", "method": "saves_base_model", "optim": "bf16_weights"}[kind]
     with pytest.raises(RecipeError, match=rf"^{kind}: the class Plain has no .*\b{missing}\b"):
         surefoot.train(project, **{kind: Plain()})
+
+
+def test_an_object_that_no_recipe_can_name_is_an_error_that_says_where_it_belongs(project):
+    class Mine(TrainerCallback):
+        pass
+
+    recipe = load(project)
+    recipe = replace(recipe, train=replace(recipe.train, callbacks=(Mine(),)))
+    with pytest.raises(RecipeError, match=r"Mine is no class .* surefoot\.train"):
+        surefoot.train(recipe)
 
 
 def test_an_object_where_a_value_belongs_is_named_by_its_key(project):

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, Union
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from ..errors import RecipeError
 from ..storage.remote import Address
 from .locations import DatasetReference, FunctionPath, ModelPath
 
@@ -233,8 +234,15 @@ def all_variants(cls: type) -> tuple[type, ...]:
 
 
 def variant_name(choices: Mapping[str, type], value: object) -> str:
-    """The recipe's name of the variant of which ``value`` is an instance."""
-    return next(name for name, cls in choices.items() if type(value) is cls)
+    """The recipe's name of the variant of which ``value`` is an instance. Raises ``RecipeError`` if
+    there is none."""
+    for name, cls in choices.items():
+        if type(value) is cls:
+            return name
+    raise RecipeError(
+        f"{type(value).__name__} is no class that a recipe has a name for (there are "
+        f"{', '.join(choices)}); give callbacks and parts of your own to surefoot.train"
+    )
 
 
 def paths(cls: type) -> tuple[Keys, ...]:
