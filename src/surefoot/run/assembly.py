@@ -14,7 +14,7 @@ from ..checkpoint.loading import load as load_checkpoint
 from ..checkpoint.saving.preparation import WriterGroup
 from ..checkpoint.saving.saver import AsyncSaver, SaveListener
 from ..data.text.codec import Codec
-from ..model import weights
+from ..model import products, weights
 from ..model.base_identity import BaseModel
 from ..model.numerics import keep_freed_memory, seed_everything, use_deterministic_kernels
 from ..network.network import Network
@@ -102,6 +102,7 @@ def build(
     backward, auxiliary models compute nothing, and there are no callbacks except the given ones."""
     start = Start.of(resume, world) if isinstance(resume, Path) else resume
     use_deterministic_kernels(recipe.train.deterministic)
+    products.use_chosen()
     # The C library gave large blocks back to the system and took them again page by page: 300,000
     # pages in eight steps of a small model.
     keep_freed_memory()

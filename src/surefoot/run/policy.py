@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from ..batch import Probe, StepRunner
 from ..data.text.codec import Codec
 from ..data.text.templates import template_mismatch
-from ..model import packed_attention
+from ..model import packed_attention, products
 from ..model.loading import device, resolve, training_dtype
 from ..model.lora_targets import is_added
 from ..model.numerics import LossScaler, choose, replaced
@@ -55,6 +55,7 @@ def used_here() -> dict[str, str]:
         "precision": choose("auto"),
         "weights": "trained: float32; frozen: as stored" if weights == "auto" else str(weights)[6:],
         "packed attention": ", ".join(kernels),
+        "products in float32": products.chosen(),
     }
 
 
@@ -216,6 +217,7 @@ def prepared(network: Network) -> dict[str, str]:
         "attention kernel": str(network.inner.config._attn_implementation),
         "output head": "logits" if head is None else "log-probabilities in chunks",
         "precision": network.options.precision,
+        "products in float32": products.chosen(),
         "dtypes of weights": ", ".join(dtypes),
         "hash of buffers": _hash(dict(_buffers(module))),
     }

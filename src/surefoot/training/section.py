@@ -62,7 +62,7 @@ class TrainSection:
     fp32.
     """
     deterministic: bool = True
-    """Use only deterministic kernels. Resuming is bitwise exact with it."""
+    """Use only deterministic kernels. With it, a resume on a machine like it is bitwise exact."""
     max_grad_norm: float = 1.0
     """Clip the global gradient norm to this; 0 turns clipping off."""
     on_nan: Literal["stop", "skip", "rollback"] = "stop"
