@@ -11,8 +11,8 @@ Kernels that know documents: ``choose`` takes the first one of ``candidates`` th
 self-check. They round differently, so a choice by timing would make the numbers of a run depend on
 chance. A candidate is skipped, with its reason in the log, if it fails on a row of the run's own
 shapes and type, differs from SDPA one document at a time, or, with ``train.deterministic``, does
-not repeat its bits. What it cannot do (windows, capped scores, dropout, prompts that two answers
-share) goes through SDPA, one call per document. A resume keeps the kernel.
+not repeat its bits. What it cannot do (windows, capped scores, dropout, prompts that
+responses share) goes through SDPA, one call per document. A resume keeps the kernel.
 
 Attention on a GPU that repeats its bits: torch's strict mode, for attention alone.
 
@@ -54,8 +54,8 @@ class Bounds:
     """The document boundaries of a row. A compiled layer passes this object on without reading it;
     for a list, it would be compiled again for each length.
 
-    ``branches`` are the tokens of prompt, first and second response of each document, if some share
-    a prompt (see ``Batch``).
+    ``branches`` are the tokens of the prompt and of each response in each document, if some share a
+    prompt (see ``Batch``).
     """
 
     def __init__(
@@ -66,8 +66,9 @@ class Bounds:
 
     @property
     def parts(self) -> Sequence[Sequence[int]]:
-        """For each document, the tokens of prompt, first and second response; one is all prompt."""
-        return self.branches or [(b - a, 0, 0) for a, b in pairwise(self.values)]
+        """For each document, the tokens of the prompt and of each response, 0 of what is not there;
+        one without responses is all prompt."""
+        return self.branches or [(b - a, 0) for a, b in pairwise(self.values)]
 
     @property
     def longest(self) -> int:
@@ -286,21 +287,23 @@ def by_document(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
             options.get("scaling"), dropout, window, options.get("softcap"), options.get("s_aux")
         )
         parts = bounds.parts
-        runs = [n for prompt, first, second in parts for n in (prompt + first, second) if n]
+        runs = [n for prompt, first, *later in parts for n in (prompt + first, *later) if n]
 
         def each_alone(heads: Heads) -> torch.Tensor:
             # split, not slices: the backward pass of a slice would fill a whole row with zeros
             pieces = zip(*(torch.split(t, runs, dim=2) for t in heads), strict=True)
             outputs, start = [], 0
             of_row: RowMask | None = getattr(attention_mask, "of_row", None)
-            for prompt, first_length, second_length in parts:
+            for prompt, first_length, *later in parts:
                 first, stop = next(pieces), start + prompt + first_length
                 seen = None if of_row is None else of_row.of(start, stop)
                 own = scoring if seen is None else replace(scoring, seen=seen)
                 outputs.append(kernel(first, own))
-                start = stop + second_length
-                if second_length:
-                    outputs.append(kernel(_after(prompt, first, next(pieces)), scoring))
+                start = stop + sum(later)
+                # once: the backward pass of each slice fills all of the first part with zeros
+                shared = [each.narrow(2, 0, prompt) for each in first[1:]] if any(later) else []
+                responses = (next(pieces) for length in later if length)
+                outputs += [kernel(_after(shared, response), scoring) for response in responses]
             return torch.cat(outputs, dim=2)
 
         output = deterministically(each_alone, (query, key, value))
@@ -309,10 +312,9 @@ def by_document(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
     return attend
 
 
-def _after(prompt: int, first: Heads, second: Heads) -> Heads:
-    """Queries of a second response, with keys and values of the prompt and of itself."""
-    query, *keys_values = second
-    shared = [each.narrow(2, 0, prompt) for each in first[1:]]
+def _after(shared: Heads, response: Heads) -> Heads:
+    """Queries of a later response, with keys and values of the prompt, ``shared``, and its own."""
+    query, *keys_values = response
     return [query, *(torch.cat(pair, dim=2) for pair in zip(shared, keys_values, strict=True))]
 
 
