@@ -10,8 +10,8 @@ from surefoot.parallel.world import ALONE
 from surefoot.stages import STAGES
 
 STEPS = 5  # inside the second window of grpo, and past the last window of an epoch of 7 examples
-# dpo's reference is kept in float32, and distill's teacher computes in it. The model's norms do not,
-# or they would round the gradients of a prompt that responses share after they are summed.
+# dpo's reference is kept in float32, and distill's teacher computes in it. The model's norms do
+# not, or they would round the gradients of a prompt that responses share after they are summed.
 CLOSE = {"dpo": 1e-6, "ppo": 1e-10, "distill": 1e-6}
 
 

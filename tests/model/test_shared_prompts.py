@@ -225,23 +225,22 @@ def test_a_kernel_that_knows_no_branches_says_so():
         outputs.compute(model, collate_pairs(PAIRS, packing=True), OutputSpec(("logps",)))
 
 
-def test_a_kernel_for_rows_leaves_branches_to_the_documents_own():
+def test_a_kernel_for_rows_gets_branches():
     calls = []
 
-    def counted(*row):
-        calls.append(row)
-        return packed_attention._by_document(*row)
+    def counted(heads, bounds, scaling):
+        calls.append(bounds.branches)
+        return packed_attention._by_document(heads, bounds, scaling)
 
     register("counted_too", counted)
     plain, model = tiny.model(), tiny.model()
     use_packed(model)
     model.set_attn_implementation(f"{PREFIX}counted_too")
     batch = collate_pairs(PAIRS, packing=True)
-    found = learnt(model, [batch])
-    assert not calls
-    compare(found, learnt(plain, alone(PAIRS)), close=1e-4)
+    compare(learnt(model, [batch]), learnt(plain, alone(PAIRS)), close=1e-4)
+    assert calls[-1] == batch.branches.tolist()
     outputs.compute(model, unshared(batch), OutputSpec(("logps",)))
-    assert calls
+    assert calls[-1] is None
 
 
 @pytest.mark.proof  # 15 s

@@ -126,8 +126,8 @@ class Batching:
         groups, count = self._groups_of(lengths)
         common = self.collation.prompts_in_common(examples)
         if common.any():
-            size, ranks = self.micro_batch_size, self.world_size
-            groups = _sharing_prompts(lengths, common, groups, count, size, ranks)
+            sizes = self.micro_batch_size, self.world_size
+            groups = _sharing_prompts(lengths, common, groups, count, *sizes)
         local_groups = range(self.rank, count, self.world_size)
         return [np.flatnonzero(groups[0] == group) for group in local_groups]
 
@@ -159,11 +159,10 @@ class Batching:
             spares: the first of them is masked for a rank without examples, and not read otherwise;
                 ``examples`` by default.
         """
+        made = examples if lengths is None else ()
         if lengths is None:
             lengths = np.array([num_tokens(example) for example in examples], np.int64)
-            groups = self.groups(lengths, examples)
-        else:
-            groups = self.groups(lengths)
+        groups = self.groups(lengths, made)
         collation = self.collation.among(examples, self.world_size)
         return [collation.batch_of(group, examples, spares) for group in groups]
 
@@ -243,8 +242,7 @@ def _by_tokens(lengths: Index, count: int) -> Index:
 
 def _by_number(num_items: int, count: int) -> Index:
     """[N] The group of each item in a split into equal numbers."""
-    sizes = [len(part) for part in np.array_split(np.arange(num_items), count)]
-    return np.repeat(np.arange(count), sizes)
+    return np.arange(count).repeat([len(p) for p in np.array_split(range(num_items), count)])
 
 
 def _sharing_prompts(

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 from ...batch import IGNORE_INDEX, Batch, Features
 from ..example import MEDIA_COLUMN
@@ -39,9 +41,8 @@ def pack(features: Sequence[Features]) -> Batch:
     labels = np.concatenate([np.asarray(item["labels"], np.int64) for item in features])
     labels[bounds[:-1]] = IGNORE_INDEX  # nothing before the first token says what it should be
     parts = [item.get("lengths", [length]) for item, length in zip(features, lengths, strict=True)]
-    branches = np.zeros((len(parts), max(map(len, parts))), np.int32)
-    for row_of_lengths, part in zip(branches, parts, strict=True):
-        row_of_lengths[: len(part)] = part
+    most = max(map(len, parts))
+    branches = np.array([[*part, *[0] * (most - len(part))] for part in parts], np.int32)
     positions = [
         np.arange(start, start + length)
         for prompt, *responses in parts
@@ -52,7 +53,7 @@ def pack(features: Sequence[Features]) -> Batch:
         labels=torch.from_numpy(labels)[None],
         position_ids=row(positions),
         cu_seqlens=torch.from_numpy(bounds),
-        branches=torch.from_numpy(branches) if branches.shape[1] > 2 else None,
+        branches=torch.from_numpy(branches) if most > 2 else None,
     )
 
 
@@ -61,30 +62,26 @@ def prompts_in_common(features: Sequence[Features]) -> list[int]:
     before it has the same one; else 0."""
     import numpy as np
 
-    found, before = list[int](), None
-    for item in features:
-        lengths, prompt = item.get("lengths", ()), None
-        if len(lengths) == 2 and lengths[1]:
-            prompt = item["input_ids"][: int(lengths[0])]
-        is_same = prompt is not None and before is not None and np.array_equal(prompt, before)
-        found.append(int(lengths[0]) if is_same else 0)
-        before = prompt
-    return found
+    def prompt(item: Features) -> Sequence[int]:
+        lengths = item.get("lengths", ())
+        return item["input_ids"][: lengths[0]] if len(lengths) == 2 and lengths[1] else ()
+
+    pairs = pairwise([(), *map(prompt, features)])
+    return [len(here) if np.array_equal(before, here) else 0 for before, here in pairs]
 
 
 def _joined(features: Sequence[Features]) -> Sequence[Features]:
     """Examples, with a prompt that neighbors have in common once, as in a pair."""
     import numpy as np
 
-    joined = list[dict[str, Sequence[int]]]()
+    joined = list[dict[str, Any]]()
     for item, common in zip(features, prompts_in_common(features), strict=True):
         if not common:
             joined.append(dict(item))
             continue
-        group = joined[-1]
-        group["lengths"] = [*group["lengths"], item["lengths"][1]]
+        joined[-1]["lengths"] = [*joined[-1]["lengths"], item["lengths"][1]]
         for name in ("input_ids", "labels"):
-            group[name] = np.concatenate([group[name], item[name][common:]])  # type: ignore[assignment]
+            joined[-1][name] = np.concatenate([joined[-1][name], item[name][common:]])
     return joined
 
 
