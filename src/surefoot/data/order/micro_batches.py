@@ -71,7 +71,8 @@ class Collation:
 
     def prompts_in_common(self, examples: Sequence[Features]) -> Index:
         """[N] for each example the tokens that a row may share with the example before it."""
-        if not self.packing or self.sharing is None or not self.sharing.is_proven:
+        is_proven = self.sharing is not None and self.sharing.is_proven
+        if not (len(examples) and self.packing and is_proven):
             return np.zeros(len(examples), np.int64)
         return np.array(prompts_in_common(examples), np.int64)
 
@@ -160,8 +161,7 @@ class Batching:
                 ``examples`` by default.
         """
         made = examples if lengths is None else ()
-        if lengths is None:
-            lengths = np.array([num_tokens(example) for example in examples], np.int64)
+        lengths = np.array([num_tokens(e) for e in made], np.int64) if lengths is None else lengths
         groups = self.groups(lengths, made)
         collation = self.collation.among(examples, self.world_size)
         return [collation.batch_of(group, examples, spares) for group in groups]
