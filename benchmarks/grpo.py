@@ -1,11 +1,12 @@
 """Steps of GRPO beside TRL's GRPOTrainer: the same model, prompts, responses, rewards and settings.
 
-    .venv/bin/python benchmarks/grpo.py [--repetitions 3] [--steps 4] [--peers FOLDER]
+    .venv/bin/python benchmarks/grpo.py [--repetitions 3] [--steps 4] [--words 0] [--peers FOLDER]
 
 Each trainer runs in a process of its own, in turns. Surefoot's run comes first and notes what it
 samples; TRL's ``generate`` is then made to sample the same tokens, by a logits processor that
 leaves one of them, so both train on the same tokens. Losses on-policy are 0 by construction; the
-norms of the gradients are compared instead. ``--peers`` is a folder with TRL for ``PYTHONPATH``.
+norms of the gradients are compared instead. ``--peers`` is a folder with TRL for ``PYTHONPATH``;
+``--words`` makes prompts longer.
 """
 
 from __future__ import annotations
@@ -57,11 +58,17 @@ def vowels(text: str) -> float:
     return sum(one in "aeiou" for one in text) / (len(text) + 1)
 
 
-def make_inputs(folder: Path) -> None:
-    """A model of random weights, which ends a response after some 50 tokens, and prompts."""
+def make_inputs(folder: Path, num_words: int = 0) -> None:
+    """A model of random weights, which ends a response after some 50 tokens, and prompts, each with
+    so many words before it."""
     from inputs import make_dataset, make_model
 
     rows = make_dataset(folder / "data", 256)
+    words = " ".join(row["output"] for row in rows).split()
+    for number, row in enumerate(rows if num_words else ()):
+        first = number * 31
+        row["instruction"] = " ".join([*words[first : first + num_words], row["instruction"]])
+    (folder / "data" / "rows.json").write_text(json.dumps(rows))
     make_model(folder / "model", rows, hidden=256, layers=4, vocabulary=4096)
     config = {"eos_token_id": list(range(300, 380)), "pad_token_id": 0}
     (folder / "model" / "generation_config.json").write_text(json.dumps(config))
@@ -240,7 +247,7 @@ def compare(args: argparse.Namespace) -> None:
     for turn in range(args.repetitions):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            make_inputs(folder)
+            make_inputs(folder, args.words)
             for subject in SUBJECTS:
                 found[subject].append(run(subject, folder, args))
         norms = [one[-1]["norms"] for one in found.values()]
@@ -270,6 +277,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--words", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--peers", help="a folder with TRL, for PYTHONPATH")
     parser.add_argument("--subject", choices=SUBJECTS, help=argparse.SUPPRESS)

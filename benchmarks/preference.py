@@ -1,22 +1,35 @@
 """Pairs of answers with their prompts shared in a packed row, beside the same row with a prompt for
-each answer, and a padded rectangle.
+each answer, and a padded rectangle; or whole steps beside TRL's DPOTrainer.
 
-    .venv/bin/python benchmarks/preference.py [--repetitions 9] [--threads 1]
+    .venv/bin/python benchmarks/preference.py [--repetitions 9] [--threads 1] [--peers FOLDER]
 
 Forward and backward of what a preference stage asks for (log-probabilities of both answers), all
 weights learning, in one process, in turns; before that, they are shown to agree. Speeds are medians
 of paired CPU times.
+
+With ``--peers``, a folder with TRL for ``PYTHONPATH``: steps of DPO as ``surefoot train`` and TRL
+take them, TRL padded, as it is by default. Model, pairs, batches and settings are equal, reference
+log-probabilities are computed before, and each trainer runs in a process of its own, in turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import random
+import sys
+import tempfile
 import time
+from dataclasses import asdict
+from pathlib import Path
 from statistics import median, quantiles
 
 import measure
 import torch
+from inputs import make_dataset, make_model
 from measure import say
+from trainers.task import Task
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from surefoot.batch import IGNORE_INDEX, Batch, Features, OutputSpec
@@ -66,12 +79,82 @@ def learn(policy: PreTrainedModel, head: LogprobHead | None, batch: Batch) -> to
     return answers.detach()
 
 
+TRAINERS = {"surefoot": "Surefoot", "trl_dpo": "TRL `DPOTrainer`"}
+PAIRS_A_STEP, STEPS, WARMUP = 8, 6, 2
+
+
+def make_pairs(folder: Path, prompt: int, answer: int) -> None:
+    """A model of random weights, and pairs of about these lengths: a word has 1.5 tokens."""
+    rows = make_dataset(folder, 256)
+    make_model(folder, rows, hidden=HIDDEN, layers=LAYERS, vocabulary=VOCABULARY)
+    words, dice = " ".join(row["output"] for row in rows).split(), random.Random(0)
+
+    def text(mean: int) -> str:
+        count, start = round(mean / 1.5 * dice.uniform(0.5, 1.5)), dice.randrange(len(words) // 2)
+        return " ".join(words[start : start + count])
+
+    made = [
+        {"instruction": text(prompt), "chosen": text(answer), "rejected": text(answer)}
+        for _ in range(PAIRS_A_STEP * (STEPS + 2))
+    ]
+    (folder / "rows.json").write_text(json.dumps(made))
+    info = {"rows": {"file_name": "rows.json", "ranking": True}}
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+
+
+def trained(program: str, folder: Path, options: argparse.Namespace) -> dict[str, object]:
+    """The report of one trainer, in a process of its own."""
+    report = folder / "report.json"
+    with tempfile.TemporaryDirectory() as output:
+        todo = Task(
+            *(str(folder), output, str(report), "padded", "full", PAIRS_A_STEP, STEPS, WARMUP),
+            *(1024, 0),
+            stage="dpo",
+        )
+        (folder / "task.json").write_text(json.dumps(asdict(todo)))
+        env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(options.threads)}
+        if program != "surefoot":
+            env["PYTHONPATH"] = options.peers
+        script = Path(__file__).parent / "trainers" / f"with_{program}.py"
+        command = [sys.executable, str(script), str(folder / "task.json")]
+        measure.timed(command, env, folder / "log")
+    found: dict[str, object] = json.loads(report.read_text())
+    return found
+
+
+def beside_trl(options: argparse.Namespace) -> None:
+    """Steps of both trainers, and the table."""
+    rows = []
+    for prompt, answer in LENGTHS:
+        found: dict[str, list[dict[str, object]]] = {name: [] for name in TRAINERS}
+        with tempfile.TemporaryDirectory() as name:
+            make_pairs(Path(name), prompt, answer)
+            for program in measure.interleaved(list(TRAINERS), options.repetitions):
+                found[program].append(trained(program, Path(name), options))
+                say(f"{prompt}, {answer}, {program}: {found[program][-1]['cpu']:.2f} CPU seconds")
+        ours, theirs = (found[one][0]["losses"][:STEPS] for one in TRAINERS)
+        gap = max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True))
+        cpu = {one: [float(each["cpu"]) for each in found[one]] for one in TRAINERS}
+        peaks = [f"{median(each['peak_mb'] for each in found[one]):,.0f}" for one in TRAINERS]
+        speed = [f"{PAIRS_A_STEP * (STEPS - WARMUP) / median(cpu[one]):.1f}" for one in TRAINERS]
+        ratio = _ratio(cpu["trl_dpo"], cpu["surefoot"])
+        rows.append([f"{prompt}", f"{answer}", *speed, ratio, *peaks, f"{gap:.0e}"])
+    head = ["prompt", "answer", "pairs a CPU second", "TRL's", "times as fast"]
+    head += ["peak MB", "TRL's", "losses differ by"]
+    print(f"\n{measure.table(head, rows)}\n\nafter: {measure.machine()}")
+
+
 def main() -> None:
     """Measure, print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--peers", help="a folder with TRL, for PYTHONPATH: steps beside TRL")
     options = parser.parse_args()
+    if options.peers:
+        print(measure.machine())
+        beside_trl(options)
+        return
     torch.set_num_threads(options.threads)
     print(measure.machine(), measure.versions("surefoot", "torch", "transformers"), sep="\n")
     plain, packed = model(), model()

@@ -588,34 +588,38 @@ def _documents(query, key, value, bounds, scale):
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     groups = query.shape[1] // key.shape[1]
-    for start, stop in pairwise(bounds.tolist()):
-        q, k, v = (each[start:stop].transpose(0, 1).float() for each in (query, key, value))
+    places = ([slice(*each) for each in pairwise(values.tolist())] for values in bounds)
+    for of_queries, of_keys in zip(*places, strict=True):
+        q = query[of_queries].transpose(0, 1).float()
+        k, v = (each[of_keys].transpose(0, 1).float() for each in (key, value))
         k, v = (each.repeat_interleave(groups, dim=0) for each in (k, v))
-        scores = (q @ k.mT * scale).masked_fill(
-            torch.ones(k.shape[1], k.shape[1]).triu(1) > 0, -1e9
-        )
-        yield slice(start, stop), q, k, v, scores.softmax(-1), scale
+        later = torch.ones(q.shape[1], k.shape[1]).triu(1 + k.shape[1] - q.shape[1])
+        scores = (q @ k.mT * scale).masked_fill(later > 0, -1e9)
+        yield of_queries, of_keys, q, k, v, scores.softmax(-1), scale
 
 
 def _varlen(query, key, value, bounds, *others, scale=None, **_options):
     scale = others[4] if len(others) > 4 else scale
     output = torch.empty_like(query)
-    for place, _, _, v, weights, _ in _documents(query, key, value, bounds, scale):
+    both = bounds, others[0]
+    for place, _, _, _, v, weights, _ in _documents(query, key, value, both, scale):
         output[place] = (weights @ v).transpose(0, 1).to(query.dtype)
     lse = query.new_zeros(query.shape[1], len(query), dtype=torch.float32)
     return output, lse, torch.zeros(2, dtype=torch.int64)
 
 
 def _varlen_backward(gradient, *arguments, scale=None, **_options):
-    (query, key, value), bounds = arguments[:3], arguments[5]
+    (query, key, value), bounds = arguments[:3], arguments[5:7]
     scale = arguments[11] if len(arguments) > 11 else scale
     results = [torch.empty_like(each) for each in (query, key, value)]
-    for place, q, k, v, weights, factor in _documents(query, key, value, bounds, scale):
-        of_output = gradient[place].transpose(0, 1).float()
+    for at, at_keys, q, k, v, weights, factor in _documents(query, key, value, bounds, scale):
+        of_output = gradient[at].transpose(0, 1).float()
         of_weights = of_output @ v.mT
         of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * factor
         parts = (of_scores @ k, of_scores.mT @ q, weights.mT @ of_output)
-        for result, part in zip(results, parts, strict=True):  # query heads share a key head
+        places = (at, at_keys, at_keys)
+        for result, part, place in zip(results, parts, places, strict=True):
+            # query heads share a key head
             shared = part.unflatten(0, (result.shape[1], -1)).sum(1)
             result[place] = shared.transpose(0, 1).to(result.dtype)
     return tuple(results)

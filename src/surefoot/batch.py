@@ -49,8 +49,8 @@ class Batch:
     to predict *at* position t, that is, from the tokens before t. It is ``IGNORE_INDEX`` for masked
     tokens, and always at the first token of a document.
 
-    A document of a packed row may be a prompt and two responses to it, ``branches``. The context of
-    the second response is then the prompt alone, for labels, positions and attention.
+    A document of a packed row may be a prompt and several responses to it, ``branches``. The
+    context of each response is then the prompt alone, for labels, positions and attention.
     """
 
     input_ids: torch.Tensor  # [B, T] int64
@@ -59,7 +59,7 @@ class Batch:
     attention_mask: torch.Tensor | None = None  # [B, T] int64, 1 for real tokens; None when packed
     # [D + 1] int32, on the CPU, 0 first and T last; None when padded
     cu_seqlens: torch.Tensor | None = None
-    # [D, 3] int32, on the CPU: tokens of prompt and answers, 0 of what is not there
+    # [D, 1 + R] int32, on the CPU: tokens of prompt and responses, 0 of what is not there
     branches: torch.Tensor | None = None
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)  # for the loss of a stage
     pictures: Pictures | None = None  # not read yet; ``to`` reads them
@@ -150,7 +150,7 @@ def _tensors(holder: Batch | TrainedPositions) -> dict[str, torch.Tensor]:
 
 def trained_positions(batch: Batch) -> TrainedPositions:
     """The trained positions of ``batch``. ``labels[b, t]`` is predicted at position t - 1, and the
-    first label of a second response at the same position as that of the first one.
+    first label of a later response at the same position as that of the first one.
 
     A packed row keeps only its trained positions; a rectangle, the columns where any row is
     trained.
@@ -185,15 +185,22 @@ def _before(batch: Batch) -> np.ndarray:
     assert batch.cu_seqlens is not None
     assert batch.branches is not None
     before = np.arange(batch.labels.shape[1] - 1)
-    starts, parts = batch.cu_seqlens[:-1].numpy(), batch.branches.numpy()
-    starts, (prompt, first, _) = starts[parts[:, 2] > 0], parts[parts[:, 2] > 0].T
-    before[starts + prompt + first - 1] = starts + prompt - 1
+    part_ends = _part_ends(batch.cu_seqlens, batch.branches)
+    is_later, prompt_ends = batch.branches[:, 2:].numpy() > 0, part_ends[:, :1]
+    starts = part_ends[:, 1:-1]  # of the second response and those after it
+    before[starts[is_later] - 1] = np.broadcast_to(prompt_ends - 1, starts.shape)[is_later]
     return before
+
+
+def _part_ends(cu_seqlens: torch.Tensor, branches: torch.Tensor) -> np.ndarray:
+    """[D, 1 + R] where the prompt and the responses of each document end."""
+    ends_DR: np.ndarray = cu_seqlens[:-1, None].numpy() + branches.numpy().cumsum(1)
+    return ends_DR
 
 
 def ends(batch: Batch) -> TrainedPositions:
     """The last token of each document of ``batch``, in reading order: of a padded row its last real
-    token, and of two responses that share a prompt, that of each. Labels there are 0."""
+    token, and of responses that share a prompt, that of each. Labels there are 0."""
     import numpy as np
 
     if batch.cu_seqlens is not None:
@@ -209,15 +216,12 @@ def ends(batch: Batch) -> TrainedPositions:
 
 
 def _last_columns(cu_seqlens: torch.Tensor, branches: torch.Tensor | None) -> np.ndarray:
-    import numpy as np
-
-    bounds = cu_seqlens.numpy()
     if branches is None:
-        return bounds[1:] - 1
-    prompts, ones, twos = branches.numpy().T
-    first = bounds[:-1] + prompts + ones - 1
-    both = np.stack([first, first + twos], axis=1)
-    return both[np.stack([np.ones_like(twos), twos], axis=1) > 0]
+        last: np.ndarray = cu_seqlens[1:].numpy() - 1
+        return last
+    is_end = branches[:, 1:].numpy() > 0
+    is_end[:, 0] = True  # also of a document without responses
+    return _part_ends(cu_seqlens, branches)[:, 1:][is_end] - 1
 
 
 @dataclass(frozen=True)

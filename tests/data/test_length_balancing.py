@@ -1,6 +1,7 @@
 """Examples of a window dealt to passes and ranks by their lengths."""
 
 import json
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -67,6 +68,65 @@ def test_the_largest_group_is_never_larger_than_that_of_a_split_by_number(length
     if packing:  # any example that came last into its group came into the lightest
         rest = (len(groups) - 1) / len(groups) * lengths.max()
         assert most <= lengths.sum() / len(groups) + rest
+
+
+@dataclass
+class Proven:
+    is_proven: bool = True
+
+
+def groups_of_prompts(prompt_lengths, responses):
+    """Examples of one response each, some to each prompt, of these lengths."""
+    return [
+        {"input_ids": [number] * prompt + [0] * response, "lengths": [prompt, response]}
+        for number, prompt in enumerate(prompt_lengths)
+        for response in responses[number]
+    ]
+
+
+@given(
+    prompts=st.lists(st.integers(1, 40), min_size=1, max_size=5),
+    responses=st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=6), min_size=5),
+    size_of_micro_batch=st.integers(1, 8),
+    world_size=st.integers(1, 4),
+)
+def test_responses_that_share_a_prompt_are_dealt_together_where_ranks_wait_less(
+    prompts, responses, size_of_micro_batch, world_size
+):
+    examples = groups_of_prompts(prompts, responses)
+    lengths = np.array([len(item["input_ids"]) for item in examples])
+    sizes = {"micro_batch_size": size_of_micro_batch, "world_size": world_size}
+
+    def dealt(sharing):
+        laid = Collation(collate, True, sharing)
+        ranks = [Batching(laid, rank=rank, **sizes) for rank in range(world_size)]
+        return [each.groups(lengths, examples) for each in ranks]
+
+    def tokens(group):
+        """Those of a row in which each prompt occurs once."""
+        rows = [examples[i] for i in group]
+        once = {row["input_ids"][0]: row["lengths"][0] for row in rows}
+        return sum(once.values()) + sum(row["lengths"][1] for row in rows)
+
+    def waited(ranks):
+        return sum(max(map(tokens, groups)) for groups in zip(*ranks, strict=True))
+
+    apart, together = dealt(Proven(False)), dealt(Proven())
+    found = sorted(int(i) for rank in together for group in rank for i in group)
+    assert found == list(range(len(examples)))
+    assert {len(rank) for rank in together} == {len(apart[0])}
+    unshared = sum(max(lengths[g].sum() for g in groups) for groups in zip(*apart, strict=True))
+    assert waited(together) <= unshared
+    most = max(tokens(group) for rank in together for group in rank)
+    assert most <= max(each.sum() for each in by_number(lengths, **sizes))
+
+
+def test_a_micro_batch_has_the_responses_of_one_prompt_if_it_has_room_for_them():
+    examples = groups_of_prompts([30, 5, 8], [[3, 9], [1, 2], [4, 4]])
+    lengths = np.array([len(item["input_ids"]) for item in examples])
+    batching = Batching(Collation(collate, True, Proven()), micro_batch_size=2)
+    groups = batching.groups(lengths, examples)
+    assert [group.tolist() for group in groups] == [[0, 1], [4, 5], [2, 3]]
 
 
 def splits_in_three(lengths):

@@ -2,13 +2,24 @@
 
 import logging
 import time
+from itertools import pairwise
 
 import pytest
 import torch
 
 import tiny
 from surefoot.model import isolation, packed_attention
-from surefoot.model.packed_attention import BY_DOCUMENT, Bounds, Row, choose, flex, register, varlen
+from surefoot.model.packed_attention import (
+    BY_DOCUMENT,
+    Bounds,
+    Row,
+    Scoring,
+    choose,
+    flex,
+    register,
+    sdpa,
+    varlen,
+)
 
 CPU = torch.device("cpu")
 ROW = Row(4, 2, 16, [0, 40, 47, 48, 128], CPU, torch.float32)
@@ -44,6 +55,11 @@ def leaks(heads, bounds, scaling):
     return right(heads, Bounds([0, bounds.values[-1]]), scaling)
 
 
+def sees_all(heads, bounds, scaling):
+    """Responses that share a prompt as one."""
+    return right(heads, Bounds(bounds.values), scaling)
+
+
 def fails(*_row):
     raise RuntimeError("no kernel image is available\nfor this device")
 
@@ -66,6 +82,7 @@ class Restless:
     ("kernel", "why"),
     [
         (leaks, "its result differs by"),
+        (sees_all, "its result of responses that share a prompt differs by"),
         (fails, "no kernel image is available"),
         (nothing, "its result differs by nan"),
         (Restless(), "its bits differ from run to run (train.deterministic)"),
@@ -92,10 +109,15 @@ def test_varlen_is_dropped_where_it_does_not_run():
 def test_varlen_is_called_as_this_version_of_torch_has_it(knows_gqa, monkeypatch):
     """torch 2.11 has no ``enable_gqa``."""
 
-    def run(q, k, v, starts, _, longest, *rest, scale, window_size):
-        assert (longest, window_size, rest) == (80, (-1, 0), (80,))
-        heads = [each.transpose(0, 1)[None] for each in (q, k, v)]
-        return right(heads, Bounds(starts.tolist()), scale)[0]
+    def run(q, k, v, queries, keys, *longest, scale, window_size):
+        assert window_size == (-1, 0)
+        assert longest == tuple(int(bounds.diff().max()) for bounds in (queries, keys))
+        outputs = []
+        for at, at_keys in zip(*(pairwise(b.tolist()) for b in (queries, keys)), strict=True):
+            parts = [(q, at), (k, at_keys), (v, at_keys)]
+            heads = [each[slice(*place)].transpose(0, 1)[None] for each, place in parts]
+            outputs.append(sdpa(heads, Scoring(scale, 0.0, None, None)))
+        return torch.cat(outputs, dim=2)[0].transpose(0, 1)
 
     def newer(*arguments, scale, window_size, enable_gqa=False):
         assert enable_gqa
@@ -106,9 +128,12 @@ def test_varlen_is_called_as_this_version_of_torch_has_it(knows_gqa, monkeypatch
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_blocks_are_documents():
+@pytest.mark.parametrize(
+    "branches", [None, [(20, 5, 6, 9), (3, 4, 0, 0), (1, 0, 0, 0), (80, 0, 0, 0)]]
+)
+def test_blocks_are_documents_and_responses(branches):
     inputs = ROW.inputs()
-    expected, found = (kernel(inputs, Bounds(ROW.bounds), 0.3) for kernel in (right, flex))
+    expected, found = (k(inputs, Bounds(ROW.bounds, branches), 0.3) for k in (right, flex))
     torch.testing.assert_close(found, expected)
 
 

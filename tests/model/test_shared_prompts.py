@@ -1,4 +1,4 @@
-"""Two answers to one prompt learn in one row what they learn in two, and the prompt is computed
+"""Answers to one prompt learn in one row what each learns in its own, and the prompt is computed
 once."""
 
 from dataclasses import replace
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
-from surefoot.batch import IGNORE_INDEX, OutputSpec, TrainedPositions, trained_positions
+from surefoot.batch import IGNORE_INDEX, OutputSpec, TrainedPositions, ends, trained_positions
 from surefoot.data.text.collation import collate, collate_pairs, split, unshared
 from surefoot.errors import ModelError
 from surefoot.model import outputs, packed_attention
@@ -42,6 +42,26 @@ def pair(prompt, chosen, rejected, seed=0):
     return {"input_ids": ids, "labels": labels, "lengths": [prompt, chosen, rejected]}
 
 
+def responses(prompt, *lengths, seed=0):
+    """One by one, as they are sampled: examples with the same prompt, all answers learnt."""
+    dice = torch.Generator().manual_seed(seed)
+    first, *answers = (
+        torch.randint(3, 64, (length,), generator=dice).tolist() for length in (prompt, *lengths)
+    )
+    return [
+        {
+            "input_ids": [*first, *answer],
+            "labels": [*[IGNORE_INDEX] * prompt, *answer],
+            "lengths": [prompt, len(answer)],
+        }
+        for answer in answers
+    ]
+
+
+# groups of four, one and three, and one whose answers are of other prompts
+GROUP_LENGTHS = [(7, 5, 1, 9, 3), (4, 6), (1, 2, 2, 8)]
+GROUPS = [row for i, lengths in enumerate(GROUP_LENGTHS) for row in responses(*lengths, seed=i)]
+GROUPS += [*responses(6, 3, seed=7), *responses(6, 4, seed=8)]
 PAIRS = [pair(*lengths, seed=i) for i, lengths in enumerate([(7, 5, 9), (1, 1, 1), (3, 8, 2)])]
 
 
@@ -87,6 +107,41 @@ def test_a_shared_prompt_teaches_what_two_prompts_teach(kind, attention, changes
     compare(learnt(model, [batch], asked=asked), expected)
     compare(learnt(plain, [collate_pairs(PAIRS, packing=False)], asked=asked), expected)
     compare(learnt(model, [unshared(batch)], asked=asked), expected)
+
+
+@pytest.mark.usefixtures("all_in_float64")
+@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize(("kind", "attention", "changes"), CASES, ids=str)
+def test_a_group_learns_what_each_response_learns(kind, attention, changes, asked):
+    plain = tiny.model(kind, attention=attention, dtype=torch.float64, **changes)
+    model = tiny.model(kind, attention=attention, dtype=torch.float64, **changes)
+    use_packed(model)
+    batch = collate(GROUPS, packing=True)
+    assert batch.branches.tolist() == [
+        *([7, 5, 1, 9, 3], [4, 6, 0, 0, 0], [1, 2, 2, 8, 0]),
+        *([6, 3, 0, 0, 0], [6, 4, 0, 0, 0]),
+    ]
+    expected = learnt(plain, [collate([row], packing=False) for row in GROUPS])
+    compare(learnt(model, [batch], asked=asked), expected)
+    apart = unshared(batch)
+    assert apart.num_tokens == sum(len(row["input_ids"]) for row in GROUPS)
+    compare(learnt(model, [apart], asked=asked), expected)
+
+
+def test_the_ends_of_responses_are_found_behind_a_shared_prompt():
+    batch, ids = collate(GROUPS, packing=True), [row["input_ids"][-1] for row in GROUPS]
+    assert batch.input_ids[0, ends(batch).columns].tolist() == ids
+    apart = unshared(batch)
+    assert apart.input_ids[0, ends(apart).columns].tolist() == ids
+
+
+@pytest.mark.parametrize("empty", [0, 1])
+def test_a_prompt_without_a_response_is_not_shared(empty):
+    rows = responses(4, 3, 5)
+    rows[empty] = {name: [*value][:4] for name, value in rows[empty].items()} | {"lengths": [4, 0]}
+    batch = collate(rows, packing=True)
+    assert batch.branches is None
+    assert ends(batch).columns.tolist() == ([3, 12] if empty == 0 else [6, 10])
 
 
 @pytest.mark.usefixtures("all_in_float64")
@@ -170,23 +225,22 @@ def test_a_kernel_that_knows_no_branches_says_so():
         outputs.compute(model, collate_pairs(PAIRS, packing=True), OutputSpec(("logps",)))
 
 
-def test_a_kernel_for_rows_leaves_branches_to_the_documents_own():
+def test_a_kernel_for_rows_gets_branches():
     calls = []
 
-    def counted(*row):
-        calls.append(row)
-        return packed_attention._by_document(*row)
+    def counted(heads, bounds, scaling):
+        calls.append(bounds.branches)
+        return packed_attention._by_document(heads, bounds, scaling)
 
     register("counted_too", counted)
     plain, model = tiny.model(), tiny.model()
     use_packed(model)
     model.set_attn_implementation(f"{PREFIX}counted_too")
     batch = collate_pairs(PAIRS, packing=True)
-    found = learnt(model, [batch])
-    assert not calls
-    compare(found, learnt(plain, alone(PAIRS)), close=1e-4)
+    compare(learnt(model, [batch]), learnt(plain, alone(PAIRS)), close=1e-4)
+    assert calls[-1] == batch.branches.tolist()
     outputs.compute(model, unshared(batch), OutputSpec(("logps",)))
-    assert calls
+    assert calls[-1] is None
 
 
 @pytest.mark.proof  # 15 s
@@ -207,6 +261,8 @@ def test_what_is_added_to_divide_a_row_is_no_branch():
     wide = widened(batch, 8)
     assert wide.branches.tolist() == [*batch.branches.tolist(), [3, 0, 0]]
     assert wide.branches.dtype == torch.int32
+    group = collate(GROUPS[:4], packing=True)
+    assert widened(group, 8).branches.tolist() == [[7, 5, 1, 9, 3], [7, 0, 0, 0, 0]]
     expected, found = (
         outputs.compute(model, one, OutputSpec(("logps",))).logps for one in (batch, wide)
     )

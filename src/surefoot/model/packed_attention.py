@@ -11,8 +11,8 @@ Kernels that know documents: ``choose`` takes the first one of ``candidates`` th
 self-check. They round differently, so a choice by timing would make the numbers of a run depend on
 chance. A candidate is skipped, with its reason in the log, if it fails on a row of the run's own
 shapes and type, differs from SDPA one document at a time, or, with ``train.deterministic``, does
-not repeat its bits. What it cannot do (windows, capped scores, dropout, prompts that two answers
-share) goes through SDPA, one call per document. A resume keeps the kernel.
+not repeat its bits. What it cannot do (windows, capped scores, dropout) goes through SDPA, one call
+per document. A resume keeps the kernel.
 
 Attention on a GPU that repeats its bits: torch's strict mode, for attention alone.
 
@@ -54,8 +54,8 @@ class Bounds:
     """The document boundaries of a row. A compiled layer passes this object on without reading it;
     for a list, it would be compiled again for each length.
 
-    ``branches`` are the tokens of prompt, first and second response of each document, if some share
-    a prompt (see ``Batch``).
+    ``branches`` are the tokens of the prompt and of each response in each document, if some share a
+    prompt (see ``Batch``).
     """
 
     def __init__(
@@ -66,8 +66,9 @@ class Bounds:
 
     @property
     def parts(self) -> Sequence[Sequence[int]]:
-        """For each document, the tokens of prompt, first and second response; one is all prompt."""
-        return self.branches or [(b - a, 0, 0) for a, b in pairwise(self.values)]
+        """For each document, the tokens of the prompt and of each response, 0 of what is not there;
+        one without responses is all prompt."""
+        return self.branches or [(b - a, 0) for a, b in pairwise(self.values)]
 
     @property
     def longest(self) -> int:
@@ -286,21 +287,23 @@ def by_document(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
             options.get("scaling"), dropout, window, options.get("softcap"), options.get("s_aux")
         )
         parts = bounds.parts
-        runs = [n for prompt, first, second in parts for n in (prompt + first, second) if n]
+        runs = [n for prompt, first, *later in parts for n in (prompt + first, *later) if n]
 
         def each_alone(heads: Heads) -> torch.Tensor:
             # split, not slices: the backward pass of a slice would fill a whole row with zeros
             pieces = zip(*(torch.split(t, runs, dim=2) for t in heads), strict=True)
             outputs, start = [], 0
             of_row: RowMask | None = getattr(attention_mask, "of_row", None)
-            for prompt, first_length, second_length in parts:
+            for prompt, first_length, *later in parts:
                 first, stop = next(pieces), start + prompt + first_length
                 seen = None if of_row is None else of_row.of(start, stop)
                 own = scoring if seen is None else replace(scoring, seen=seen)
                 outputs.append(kernel(first, own))
-                start = stop + second_length
-                if second_length:
-                    outputs.append(kernel(_after(prompt, first, next(pieces)), scoring))
+                start = stop + sum(later)
+                # once: the backward pass of each slice fills all of the first part with zeros
+                shared = [each.narrow(2, 0, prompt) for each in first[1:]] if any(later) else []
+                responses = (next(pieces) for length in later if length)
+                outputs += [kernel(_after(shared, response), scoring) for response in responses]
             return torch.cat(outputs, dim=2)
 
         output = deterministically(each_alone, (query, key, value))
@@ -309,10 +312,9 @@ def by_document(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
     return attend
 
 
-def _after(prompt: int, first: Heads, second: Heads) -> Heads:
-    """Queries of a second response, with keys and values of the prompt and of itself."""
-    query, *keys_values = second
-    shared = [each.narrow(2, 0, prompt) for each in first[1:]]
+def _after(shared: Heads, response: Heads) -> Heads:
+    """Queries of a later response, with keys and values of the prompt, ``shared``, and its own."""
+    query, *keys_values = response
     return [query, *(torch.cat(pair, dim=2) for pair in zip(shared, keys_values, strict=True))]
 
 
@@ -477,16 +479,52 @@ def _shares_keys(heads: Heads) -> bool:
     return heads[0].shape[1] != heads[1].shape[1]
 
 
+@dataclass(frozen=True)
+class _Segments:
+    """Runs of queries, and of the keys that each sees: causal masks are aligned at their ends."""
+
+    queries: torch.Tensor  # [S + 1] int32, bounds
+    keys: torch.Tensor  # [S + 1] int32, bounds of their keys
+    longest: tuple[int, int]  # run of queries, and of keys
+    tokens: torch.Tensor | None  # [K] whose keys they are; None: those of the row, in order
+
+
+def _segments(bounds: Bounds, device: torch.device) -> _Segments:
+    """The documents of a row; a later response is a segment that sees the prompt and itself."""
+    if bounds.branches is None:
+        starts, longest = bounds.on(device), bounds.longest
+        return _Segments(starts, starts, (longest, longest), None)
+    queries, keys, tokens = list[int](), list[int](), list[torch.Tensor]()
+    for start, (prompt, first, *later) in zip(bounds.values, bounds.parts, strict=False):
+        stop = start + prompt + first
+        queries.append(stop - start)
+        keys.append(stop - start)
+        tokens.append(torch.arange(start, stop))
+        for length in filter(None, later):
+            queries.append(length)
+            keys.append(prompt + length)
+            tokens += [torch.arange(start, start + prompt), torch.arange(stop, stop + length)]
+            stop += length
+    of_queries, of_keys = (
+        sent(torch.tensor([0, *lengths]).cumsum(0).int(), device) for lengths in (queries, keys)
+    )
+    longest_runs = max(queries), max(keys)
+    return _Segments(of_queries, of_keys, longest_runs, sent(torch.cat(tokens), device))
+
+
 def varlen(heads: Heads, bounds: Bounds, scaling: float | None) -> torch.Tensor:
     """torch's own flash attention for documents of any length."""
-    starts, longest = bounds.on(heads[0].device), bounds.longest
+    device = heads[0].device
+    segments = cast(_Segments, bounds.kept("segments", lambda: _segments(bounds, device)))
+    if (tokens := segments.tokens) is not None:
+        heads = [heads[0], *(each.index_select(2, tokens) for each in heads[1:])]
     attend = cast("Callable[..., torch.Tensor]", varlen_attn)
     shared = {"enable_gqa": _shares_keys(heads)} if _takes_enable_gqa(attend) else {}
 
     def rows(inside: Heads) -> torch.Tensor:
         return attend(
             *_tokens_first(inside),
-            *(starts, starts, longest, longest),
+            *(segments.queries, segments.keys, *segments.longest),
             scale=scaling,
             window_size=(-1, 0),
             **shared,
@@ -517,11 +555,15 @@ def _compiled() -> Callable[..., object]:
 def _blocks(bounds: Bounds, device: torch.device) -> BlockMask:
     starts, length = bounds.on(device), bounds.values[-1]
     document_T = torch.searchsorted(starts, torch.arange(length, device=device), right=True)
+    parts = torch.tensor(bounds.parts, dtype=torch.int64, device="cpu")  # [D, 1 + R]
+    number = torch.arange(parts.shape[1], device="cpu").expand(parts.shape)
+    part_T = sent(number.flatten().repeat_interleave(parts.flatten()), device)  # 0: of the prompt
 
     def sees(
         _row: torch.Tensor, _head: torch.Tensor, here: torch.Tensor, there: torch.Tensor
     ) -> torch.Tensor:
-        return (here >= there) & (document_T[here] == document_T[there])
+        is_seen = (part_T[there] == 0) | (part_T[there] == part_T[here])
+        return (here >= there) & (document_T[here] == document_T[there]) & is_seen
 
     return create_block_mask(sees, None, None, length, length, device=str(device))
 
@@ -549,7 +591,7 @@ def register(name: str, kernel: RowKernel) -> None:
     ) -> tuple[torch.Tensor, None]:
         bounds, special = kwargs.get("document_bounds"), ("dropout", "sliding_window", "softcap")
         is_plain = not any(kwargs.get(name) for name in special) and kwargs.get("s_aux") is None
-        if not is_plain or not isinstance(bounds, Bounds) or bounds.branches is not None:
+        if not is_plain or not isinstance(bounds, Bounds):
             return otherwise(module, query, key, value, attention_mask, **kwargs)
         scaling = cast("float | None", kwargs.get("scaling"))
         return kernel(as_computed((query, key, value)), bounds, scaling).contiguous(), None
@@ -653,16 +695,25 @@ def _by_document(heads: Heads, bounds: Bounds, scaling: float | None) -> torch.T
 
 
 def _output_and_gradients(kernel: RowKernel, row: Row) -> list[torch.Tensor]:
-    """The output of ``kernel`` for ``row``, and the gradients of its inputs."""
-    inputs = [tensor.requires_grad_() for tensor in row.inputs()]
-    output = kernel(inputs, Bounds(row.bounds), row.head_dim**-0.5)
-    output.backward(torch.cos(output.detach()))  # type: ignore[no-untyped-call]
-    return [output.detach(), *(tensor.grad for tensor in inputs if tensor.grad is not None)]
+    """The output of ``kernel`` for ``row``, and the gradients of its inputs: of its documents, and
+    of each as a prompt with responses."""
+    results = []
+    lengths = [b - a for a, b in pairwise(row.bounds)]
+    branches = [(n - 3 * (n // 4), *[n // 4] * 3) for n in lengths]
+    for bounds in (Bounds(row.bounds), Bounds(row.bounds, branches)):
+        inputs = [tensor.requires_grad_() for tensor in row.inputs()]
+        output = kernel(inputs, bounds, row.head_dim**-0.5)
+        output.backward(torch.cos(output.detach()))  # type: ignore[no-untyped-call]
+        gradients = [tensor.grad for tensor in inputs if tensor.grad is not None]
+        results += [output.detach(), *gradients]
+    return results
 
 
 def _why_not(kernel: RowKernel, row: Row, expected: Sequence[torch.Tensor]) -> str | None:
     first, second = (_output_and_gradients(kernel, row) for _ in range(2))
-    for name, here, there in zip(("result", "dq", "dk", "dv"), first, expected, strict=True):
+    values = ("result", "dq", "dk", "dv")
+    names = (*values, *(f"{name} of responses that share a prompt" for name in values))
+    for name, here, there in zip(names, first, expected, strict=True):
         bound = 16 * torch.finfo(row.dtype).eps * float(there.abs().max())
         error = float((here.double() - there.double()).abs().max())
         if not error <= bound:

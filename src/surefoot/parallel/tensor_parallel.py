@@ -269,6 +269,7 @@ def widened(batch: Batch, multiple: int) -> Batch:
     if not num_padding:
         return batch
     mask, bounds, branches = batch.attention_mask, batch.cu_seqlens, batch.branches
+    most = 0 if branches is None else branches.shape[1] - 1  # responses of a document
     return replace(
         batch,
         input_ids=F.pad(batch.input_ids, (0, num_padding)),
@@ -278,7 +279,7 @@ def widened(batch: Batch, multiple: int) -> Batch:
         cu_seqlens=None if bounds is None else F.pad(bounds, (0, 1), value=length + num_padding),
         branches=None
         if branches is None
-        else torch.cat([branches, branches.new_tensor([[num_padding, 0, 0]])]),
+        else torch.cat([branches, F.pad(branches.new_tensor([[num_padding]]), (0, most))]),
     )
 
 

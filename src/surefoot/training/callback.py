@@ -33,7 +33,7 @@ class Kernels:
     """Choices between kernels that round differently, made once, at the start of a run."""
 
     packed_attention: str | None = None  # the kernel of packed rows; None: not chosen by the run
-    shared_prompts: bool | None = None  # whether a packed row holds the prompt of a pair once
+    shared_prompts: bool | None = None  # whether a packed row has a shared prompt once
     prepared: dict[str, str] | None = None  # how the model was made ready; None: not recorded
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:

@@ -68,7 +68,8 @@ class Rollout:
         return [logp for logp, is_own in zip(self.logps, self.is_sampled, strict=True) if is_own]
 
     def features(self, advantages: Sequence[float] | float) -> Features:
-        """To be trained on, with the advantage of each sampled token, or of all."""
+        """To be trained on, with the advantage of each sampled token, or of all; the ``lengths`` of
+        prompt and completion let a packed row share the prompt."""
         pairs = zip(self.ids, self.is_sampled, strict=True)
         if isinstance(advantages, float):
             advantages = [advantages] * self.num_sampled
@@ -76,6 +77,7 @@ class Rollout:
             "input_ids": list(self.ids),
             "labels": [token if is_own else IGNORE_INDEX for token, is_own in pairs],
             "advantages": list(advantages),  # type: ignore[arg-type]
+            "lengths": [self.num_prompt, len(self.ids) - self.num_prompt],
         }
 
 

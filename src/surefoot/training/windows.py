@@ -207,9 +207,10 @@ class Windows:
         if step is None or step.examples is not examples or step.batching is not batching:
             if isinstance(examples, WindowExamples):
                 lengths = examples.lengths
+                groups = batching.groups(lengths)
             else:
                 lengths = np.array([num_tokens(example) for example in examples], np.int64)
-            groups = batching.groups(lengths)
+                groups = batching.groups(lengths, examples)
             step = self._groups = _StepGroups(examples, batching, lengths, groups)
         group = step.groups[index] if index < len(step.groups) else np.arange(0)
         return ", ".join(f"{row(i)} with {counted(int(step.lengths[i]), 'token')}" for i in group)

@@ -192,7 +192,7 @@ def test_sampled_responses_are_planned_behind_their_prompts(tmp_path):
     settings = {"group_size": 3, "max_new_tokens": 6, "passes": 2, "mini_batches": 3}
     stage = {"grpo": {"reward": f"{REWARD}:varied", **settings}}
     train = {"global_batch_size": 4, "micro_batch_size": 2, "max_steps": None, "num_epochs": 0.5}
-    data = {"max_samples": 16}
+    data = {"max_samples": 16, "packing": False}  # packed, responses share prompts, and have fewer
     sampled = Project(tmp_path / "project", stage=stage, train=train, data=data)
     found = plan(sampled)
     assert found.heaviest.trained == 2 * 6

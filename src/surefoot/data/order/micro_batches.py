@@ -21,7 +21,7 @@ from ...errors import DataError
 from ..data_order import Index
 from ..media.batch_media import BatchMedia, has_pictures
 from ..store.cache import num_tokens
-from ..text.collation import unshared
+from ..text.collation import prompts_in_common, unshared
 
 
 def fitting_micro_batch(examples: int, most: int) -> int:
@@ -69,6 +69,13 @@ class Collation:
     sharing: Sharing | None = None  # of the model; None: whatever ``collate`` does
     media: BatchMedia | None = None  # of a model that reads pictures, too
 
+    def prompts_in_common(self, examples: Sequence[Features]) -> Index:
+        """[N] for each example the tokens that a row may share with the example before it."""
+        is_proven = self.sharing is not None and self.sharing.is_proven
+        if not (len(examples) and self.packing and is_proven):
+            return np.zeros(len(examples), np.int64)
+        return np.array(prompts_in_common(examples), np.int64)
+
     def for_model(self, sharing: Sharing) -> Collation:
         """The same for a model, with a prompt for each response if it cannot share prompts."""
         return replace(self, sharing=sharing)
@@ -110,13 +117,18 @@ class Batching:
         """Raise ``DataError`` unless ``num_examples`` are full micro-batches for all ranks."""
         check_divides(num_examples, self.micro_batch_size, self.world_size)
 
-    def groups(self, lengths: Index) -> list[Index]:
-        """The examples of each of this rank's micro-batches, from the tokens of all examples.
+    def groups(self, lengths: Index, examples: Sequence[Features] = ()) -> list[Index]:
+        """The examples of each of this rank's micro-batches, from the tokens of all examples, and
+        from the ``examples`` themselves where neighbors may share their prompt.
 
         Some are empty if fewer examples than ranks are left, because all ranks have the same number
         of micro-batches.
         """
         groups, count = self._groups_of(lengths)
+        common = self.collation.prompts_in_common(examples)
+        if common.any():
+            sizes = self.micro_batch_size, self.world_size
+            groups = _sharing_prompts(lengths, common, groups, count, *sizes)
         local_groups = range(self.rank, count, self.world_size)
         return [np.flatnonzero(groups[0] == group) for group in local_groups]
 
@@ -148,9 +160,10 @@ class Batching:
             spares: the first of them is masked for a rank without examples, and not read otherwise;
                 ``examples`` by default.
         """
-        if lengths is None:
-            lengths = np.array([num_tokens(example) for example in examples], np.int64)
-        groups, collation = self.groups(lengths), self.collation.among(examples, self.world_size)
+        made = examples if lengths is None else ()
+        lengths = np.array([num_tokens(e) for e in made], np.int64) if lengths is None else lengths
+        groups = self.groups(lengths, made)
+        collation = self.collation.among(examples, self.world_size)
         return [collation.batch_of(group, examples, spares) for group in groups]
 
 
@@ -221,11 +234,41 @@ def _by_tokens(lengths: Index, count: int) -> Index:
     for item in np.argsort(-lengths, axis=1, kind="stable").T:
         groups[windows, item] = lightest = group_tokens.argmin(axis=1)
         group_tokens[windows, lightest] += lengths[windows, item]
-    sizes = [len(part) for part in np.array_split(np.arange(lengths.shape[1]), count)]
-    by_number = np.broadcast_to(np.repeat(np.arange(count), sizes), lengths.shape)
+    by_number = np.broadcast_to(_by_number(lengths.shape[1], count), lengths.shape)
     is_worse = group_tokens.max(axis=1) > sums(lengths, by_number, count).max(axis=1)
     groups[is_worse] = by_number[is_worse]
     return groups
+
+
+def _by_number(num_items: int, count: int) -> Index:
+    """[N] The group of each item in a split into equal numbers."""
+    return np.arange(count).repeat([len(p) for p in np.array_split(range(num_items), count)])
+
+
+def _sharing_prompts(
+    lengths: Index, common: Index, alone: Index, count: int, size: int, world_size: int
+) -> Index:
+    """[1, N] The groups of one window in which ranks wait for the fewest tokens: of items one by
+    one (``alone``), or of up to ``size`` neighbors at a time that share a prompt. ``common`` [N]
+    are the tokens that an item may share with the one before it."""
+
+    def waited(totals: Index) -> int:  # the largest group of each micro-batch
+        return int(np.sort(totals[0])[::-1][::world_size].sum())
+
+    # The bound of ``balance_by_length`` holds here, too.
+    limit = sums(lengths[None], _by_number(len(lengths), count)[None], count).max()
+    best, least = alone, waited(sums(lengths[None], alone, count))
+    first = np.maximum.accumulate(np.where(common == 0, np.arange(len(common)), 0))
+    while size > 1:  # more at a time share more, and are harder to divide equally among ranks
+        is_start = (np.arange(len(common)) - first) % size == 0
+        tokens = np.bincount(is_start.cumsum() - 1, lengths - np.where(is_start, 0, common))[None]
+        groups = _by_tokens(tokens.astype(np.int64), count)
+        totals = sums(tokens, groups, count)
+        if totals.max() <= limit and waited(totals) < least:
+            least = waited(totals)
+            best = _in_turn(groups, totals, world_size)[:, is_start.cumsum() - 1]
+        size //= 2
+    return best
 
 
 def _by_width(lengths: Index, count: int) -> Index:

@@ -2,14 +2,17 @@
 
 A preference pair, a chosen and a rejected response to one prompt, is stored as prompt, chosen and
 rejected, concatenated, with their ``lengths``: the prompt occurs once. A packed row keeps this form
-(see ``Batch.branches``), and the prompt is computed once. Other batches have a copy of the prompt
-for each response.
+(see ``Batch.branches``), and the prompt is computed once. Sampled responses are stored one by one,
+with the ``lengths`` of prompt and response; a packed row joins neighbors that have the same prompt.
+Other batches have a copy of the prompt for each response.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 from ...batch import IGNORE_INDEX, Batch, Features
 from ..example import MEDIA_COLUMN
@@ -24,23 +27,62 @@ def collate(features: Sequence[Features], *, packing: bool) -> Batch:
 
 
 def pack(features: Sequence[Features]) -> Batch:
-    """One row of all examples: positions restart in each, ``cu_seqlens`` contains their bounds."""
+    """One row of all examples: positions restart in each, ``cu_seqlens`` contains their bounds.
+    The prompt of several responses occurs once."""
     import numpy as np
     import torch
 
     def row(parts: Sequence[np.ndarray]) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(parts))[None]
 
+    features = _joined(features)
     lengths = [len(item["input_ids"]) for item in features]
     bounds = np.cumsum([0, *lengths], dtype=np.int32)
     labels = np.concatenate([np.asarray(item["labels"], np.int64) for item in features])
     labels[bounds[:-1]] = IGNORE_INDEX  # nothing before the first token says what it should be
+    parts = [item.get("lengths", [length]) for item, length in zip(features, lengths, strict=True)]
+    most = max(map(len, parts))
+    branches = np.array([[*part, *[0] * (most - len(part))] for part in parts], np.int32)
+    positions = [
+        np.arange(start, start + length)
+        for prompt, *responses in parts
+        for start, length in ((0, prompt), *((prompt, length) for length in responses))
+    ]
     return Batch(
         input_ids=row([np.asarray(item["input_ids"], np.int64) for item in features]),
         labels=torch.from_numpy(labels)[None],
-        position_ids=row([np.arange(length) for length in lengths]),
+        position_ids=row(positions),
         cu_seqlens=torch.from_numpy(bounds),
+        branches=torch.from_numpy(branches) if most > 2 else None,
     )
+
+
+def prompts_in_common(features: Sequence[Features]) -> list[int]:
+    """For each example of one response, with ``lengths``: the tokens of its prompt, if the example
+    before it has the same one; else 0."""
+    import numpy as np
+
+    def prompt(item: Features) -> Sequence[int]:
+        lengths = item.get("lengths", ())
+        return item["input_ids"][: lengths[0]] if len(lengths) == 2 and lengths[1] else ()
+
+    pairs = pairwise([(), *map(prompt, features)])
+    return [len(here) if np.array_equal(before, here) else 0 for before, here in pairs]
+
+
+def _joined(features: Sequence[Features]) -> Sequence[Features]:
+    """Examples, with a prompt that neighbors have in common once, as in a pair."""
+    import numpy as np
+
+    joined = list[dict[str, Any]]()
+    for item, common in zip(features, prompts_in_common(features), strict=True):
+        if not common:
+            joined.append(dict(item))
+            continue
+        joined[-1]["lengths"] = [*joined[-1]["lengths"], item["lengths"][1]]
+        for name in ("input_ids", "labels"):
+            joined[-1][name] = np.concatenate([joined[-1][name], item[name][common:]])
+    return joined
 
 
 def pad(features: Sequence[Features]) -> Batch:
@@ -166,26 +208,11 @@ def collate_pairs(features: Sequence[Features], *, packing: bool) -> Batch:
     import torch
 
     rows = [row for pair in features for row in split(pair)]
-    batch = _shared(features) if packing else collate(rows, packing=False)
+    batch = collate(features if packing else rows, packing=packing)
     counts = [np.count_nonzero(np.asarray(row["labels"]) != IGNORE_INDEX) for row in rows]
     answer_lengths = torch.tensor(counts)
     answer = torch.repeat_interleave(answer_lengths)
     return replace(batch, extras={"answer": answer, "answer_lengths": answer_lengths})
-
-
-def _shared(features: Sequence[Features]) -> Batch:
-    """A packed row in which each prompt occurs once."""
-    import numpy as np
-    import torch
-
-    batch = pack(features)
-    branches = np.asarray([pair["lengths"] for pair in features], np.int32)
-    positions = [np.arange(p + n)[start:] for p, c, r in branches for start, n in ((0, c), (p, r))]
-    return replace(
-        batch,
-        position_ids=torch.from_numpy(np.concatenate(positions))[None],
-        branches=torch.from_numpy(branches),
-    )
 
 
 def unshared(batch: Batch) -> Batch:
@@ -196,12 +223,14 @@ def unshared(batch: Batch) -> Batch:
     if batch.cu_seqlens is None or batch.branches is None:
         return batch
     runs, lengths = [], []
-    for start, (prompt, first, second) in zip(
+    for start, (prompt, *responses) in zip(
         batch.cu_seqlens.tolist(), batch.branches.tolist(), strict=False
     ):
-        other = start + prompt + first
-        runs += [(start, other), (start, start + prompt), (other, other + second)]
-        lengths += [prompt + first, prompt + second]
+        stop = start + prompt
+        for length in filter(None, responses) if any(responses) else [0]:
+            runs += [(start, start + prompt), (stop, stop + length)]
+            lengths.append(prompt + length)
+            stop += length
     index = torch.from_numpy(np.concatenate([np.arange(a, b) for a, b in runs]))
     return replace(
         batch,

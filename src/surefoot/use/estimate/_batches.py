@@ -100,7 +100,8 @@ class RunLength:
     steps_per_epoch: int
     windows: int  # of examples that are loaded; a stage may take several steps on each
     gradient_accumulation_steps: int  # micro-batches of a process in a step
-    tokens: int  # over all steps and processes, padding not counted
+    # over all steps and processes, padding not counted, and a prompt for each sampled response
+    tokens: int
     trained_tokens: int
 
     @property
