@@ -71,6 +71,20 @@ def test_weights_that_have_no_room_beside_themselves_give_the_same_products(capl
     assert "more slowly" in caplog.text
 
 
+@pytest.mark.parametrize("invariant", [False, True])
+def test_packing_changes_the_layout_of_wide_layers_but_not_of_embeddings(invariant):
+    network = model("qwen2", intermediate_size=64)
+    before = {name: weight.clone() for name, weight in network.named_parameters()}
+    pack_weights(network, batch_invariant=invariant)
+    layer = network.model.layers[0].mlp
+    assert layer.gate_proj.weight.is_contiguous() == invariant
+    assert layer.down_proj.weight.is_contiguous()
+    assert network.lm_head.weight is network.model.embed_tokens.weight
+    assert network.lm_head.weight.is_contiguous()
+    for name, weight in network.named_parameters():
+        assert torch.equal(weight, before[name])
+
+
 def test_only_plain_layers_in_float32_are_packed():
     class Own(nn.Linear):
         pass

@@ -26,10 +26,12 @@ from functools import cached_property
 from typing import Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from ._replay import RecordedSteps
 from .section import Ids
 
 _UNIT = 16  # lengths of prompts in a pass are multiples of it
@@ -59,6 +61,10 @@ def padded_length(prompt: Ids) -> int:
 class RowAdapters(Protocol):
     """Adapters of which each row of a pass has its own, or none."""
 
+    @property
+    def version(self) -> int:
+        """It differs after adapters came or went."""
+
     def on(self, names: Sequence[str | None]) -> AbstractContextManager[None]:
         """A block in which the rows of a pass have these."""
 
@@ -72,6 +78,7 @@ class Driver:
     masks: Masks
     adapters: RowAdapters | None = None  # None: all rows have what the model has
     batch_invariant: bool = False  # compute a row in the same shapes whatever is beside it
+    is_replayed: bool = False  # compute steps without the Python of the model, where that can be
 
     def slots(self, count: int, capacity: int, bound: int) -> SlotCache:
         """Slots with so many columns at first, and at most."""
@@ -116,19 +123,40 @@ class Driver:
         tokens_B = torch.tensor([*tokens, *[tokens[0]] * filler], device=device)
         positions_B = torch.tensor([*positions, *[positions[0]] * filler], device=device)
         # nobody reads what becomes of a filler; but all rows alike need no indices
-        of_filler = adapters[0] if len(set(adapters)) == 1 else None
+        is_alike = len(set(adapters)) <= 1
+        of_filler = adapters[0] if adapters and is_alike else None
         is_eager = self.inner.config._attn_implementation == "eager"
         added_as = self.inner.dtype if is_eager else None
-        with self._with([*adapters, *[of_filler] * filler]):
-            outputs = self.model(
-                input_ids=tokens_B[:, None],
-                attention_mask=self.masks.at(positions_B, step, added_as),
-                position_ids=positions_B[:, None],
-                use_cache=True,
-                **{self._cache_argument: cache},
-            )
-        logits_BV: torch.Tensor = outputs.logits[:count, -1]
-        return logits_BV
+        mask = self.masks.at(positions_B, step, added_as)
+        ids_B1, positions_B1 = tokens_B[:, None], positions_B[:, None]
+
+        def compute() -> torch.Tensor:
+            with self._with([*adapters, *[of_filler] * filler]):
+                outputs = self.model(
+                    input_ids=ids_B1,
+                    attention_mask=mask,
+                    position_ids=positions_B1,
+                    use_cache=True,
+                    **{self._cache_argument: cache},
+                )
+            logits_BV: torch.Tensor = outputs.logits[:count, -1]
+            return logits_BV
+
+        # Ranks must run the same collectives, whichever of them replay.
+        has_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        is_plain = is_alike and not has_ranks and not torch.is_autocast_enabled(device.type)
+        if not (self.is_replayed and is_plain and cache.reserve()):
+            return compute()
+        masks = list(mask.values()) if isinstance(mask, dict) else [mask]
+        places = [] if step.is_full else [step.rows, step.columns]
+        inputs = [ids_B1, positions_B1, *masks, *places, *cache.tensors]
+        return self._recorded_steps.logits(
+            (count, step.is_full, *(each is None for each in masks), of_filler),
+            compute,
+            [tensor for tensor in inputs if tensor is not None],
+            step.length,
+            version=0 if self.adapters is None else self.adapters.version,
+        )
 
     def _with(self, adapters: Sequence[str | None]) -> AbstractContextManager[None]:
         return nullcontext() if self.adapters is None else self.adapters.on(adapters)
@@ -136,6 +164,10 @@ class Driver:
     @cached_property  # to read a signature takes as long as a layer of a small model
     def _cache_argument(self) -> str:
         return cache_argument(self.inner)
+
+    @cached_property
+    def _recorded_steps(self) -> RecordedSteps:
+        return RecordedSteps(self.model)
 
     @property
     def _last_logits(self) -> dict[str, int]:
@@ -227,7 +259,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write one token of each row; what the rows may read, [B, H, C, E]. Rows beyond those of
         ``step`` fill the batch up to a multiple of ``ROWS``: they read whatever is in slots."""
-        self._reserve(key_states, value_states)
+        self.reserve(key_states, value_states)
         step = self._step
         assert step.rows is not None
         count, filled = len(step.rows), key_states.shape[0]
@@ -244,7 +276,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
             visible.append(stored[:filled, :, : step.length])
         return visible[0], visible[1]
 
-    def _reserve(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def reserve(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Memory for all slots, and as many columns as a slot is to have."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -257,7 +289,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def put(self, slot: int, key_HTE: torch.Tensor, value_HTE: torch.Tensor) -> None:
         """Fill the first columns of a slot."""
-        self._reserve(key_HTE, value_HTE)
+        self.reserve(key_HTE, value_HTE)
         self.keys[slot, :, : key_HTE.shape[1]] = key_HTE
         self.values[slot, :, : value_HTE.shape[1]] = value_HTE
 
@@ -300,6 +332,19 @@ class SlotCache(Cache):  # type: ignore[misc]
             self.layers.append(self._layer())
         for index, (key_HTE, value_HTE) in enumerate(prefix):
             self.layers[index].put(slot, key_HTE, value_HTE)
+
+    def reserve(self) -> bool:
+        """Memory for the step that was set; False if layers are not known yet."""
+        if not self.layers or not all(layer.is_initialized for layer in self.layers):
+            return False
+        for layer in self.layers:
+            layer.reserve(layer.keys, layer.values)
+        return True
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Keys and values of all layers."""
+        return [stored for layer in self.layers for stored in (layer.keys, layer.values)]
 
     def move(self, source: int, target: int, count: int) -> None:
         """Copy the first columns of a slot to another one in all layers."""

@@ -194,7 +194,8 @@ def _finished(
     if driver is None:
         yield from in_batches.run(model, todo, chooser, batch_size=size, on_token=on_token)
         return
-    driver = replace(driver, batch_invariant=chooser.section.batch_invariant)
+    invariant = chooser.section.batch_invariant
+    driver = replace(driver, batch_invariant=invariant, is_replayed=not invariant)
     with masked_attention(driver.inner), onednn_products(model):
         yield from run(driver, todo, chooser, num_slots=size, on_token=on_token)
 

@@ -98,7 +98,12 @@ def rows_of(
     driver = None if must_be_alone(model, longest) else driver_of(model, longest)
     if driver is None:
         return SingleRows(model)
-    driver = replace(driver, adapters=adapters, batch_invariant=batch_invariant)
+    driver = replace(
+        driver,
+        adapters=adapters,
+        batch_invariant=batch_invariant,
+        is_replayed=not batch_invariant,
+    )
     waiting = Waiting(driver, deque(), max(num_slots // 2, 1))
     return SlotRows(waiting, num_slots, longest, SingleRows(model))
 
@@ -274,7 +279,7 @@ def advanced(
     for chooser, places in places_by_chooser.items():
         group = [rows[place] for place in places]
         of_group = [settings[row.request.index] for row in group]
-        raw_BV = logits_BV[places].float()
+        raw_BV = (logits_BV if len(group) == len(rows) else logits_BV[places]).float()
         scores_BV = _constrained(raw_BV, group, of_group)
         reported = _reported(raw_BV, scores_BV, group, of_group)
         tokens = chooser.advance(scores_BV, group)

@@ -8,6 +8,7 @@ few rows do, too.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -66,20 +67,27 @@ def onednn_products(model: nn.Module) -> Iterator[None]:
             layer.__class__ = nn.Linear
 
 
-def pack_weights(model: nn.Module, free: int | None = None) -> int:
+def pack_weights(
+    model: nn.Module, free: int | None = None, *, batch_invariant: bool = False
+) -> int:
     """Give the linear layers of ``model`` oneDNN's products for good, and pack their weights, if
     the copy takes no more than half of the ``free`` bytes (those of the machine). The weights must
     not change afterwards. The matrices of adapters are left as they are, since adapters come later,
-    too. Returns the bytes of the copy."""
+    too. Weights of products that are not packed keep their layout, and so these their bits, with
+    ``batch_invariant``. Returns the bytes of the copy."""
     linear_layers = _linear_layers(model).items()
     layers = [layer for name, layer in linear_layers if ".lora_" not in name and _is_float(layer)]
     size = sum(layer.weight.nbytes for layer in layers)
     room = free_memory() if free is None else free
     is_packed = room is None or size <= room * _SHARE
+    every = (weight for module in model.modules() for weight in module._parameters.values())
+    counts = Counter(map(id, every))
     for layer in layers:
         layer.__class__ = OneDnnLinear
         if is_packed:
             layer.packed = _packed(layer.weight.detach())
+            if not batch_invariant and counts[id(layer.weight)] == 1:
+                _lay_out(layer)
     if room is not None and not is_packed:
         logger.warning(
             "packed weights would take %.1f GiB of the %.1f GiB that are free, so responses are "
@@ -114,6 +122,14 @@ def _has_onednn() -> bool:
 
 def _is_float(layer: nn.Linear) -> bool:
     return layer.weight.dtype == torch.float32 and type(layer.weight.data) is torch.Tensor
+
+
+def _lay_out(layer: nn.Linear) -> None:
+    """Let the inputs be the rows in memory of a weight with more outputs, as torch then computes
+    one row in three quarters of the time: 216 us, not 282, for 1408 x 512 on an Intel Xeon. Not for
+    a weight that is an embedding, too, whose rows are read as they are."""
+    if layer.out_features > layer.in_features:
+        layer.weight.data = layer.weight.data.t().contiguous().t()
 
 
 def _packed(weight: torch.Tensor) -> torch.Tensor:

@@ -229,6 +229,7 @@ class Chooser:
     section: GenerateSection
     stops: frozenset[int]  # tokens that end a response
     decode: Decode | None = None  # finds the section's stop texts; needed if there are any
+    has_logps: bool = True  # whether responses have log-probabilities, or zeros
 
     def opened(self, request: Request) -> OpenResponse:
         """A response without tokens yet."""
@@ -245,10 +246,12 @@ class Chooser:
             tokens_B, masses = scores_BV.argmax(-1), None
         else:
             tokens_B, masses = self._drawn(scores_BV, rows)
-        logps_B = scores_BV.gather(-1, tokens_B[:, None])[:, 0] - scores_BV.logsumexp(-1)
         tokens: list[int] = tokens_B.tolist()
-        log_masses = masses or [None] * len(rows)
-        for row, token, logp, mass in zip(rows, tokens, logps_B.tolist(), log_masses, strict=True):
+        logps, log_masses = [0.0] * len(rows), masses or [None] * len(rows)
+        if self.has_logps:
+            logps_B = scores_BV.gather(-1, tokens_B[:, None])[:, 0] - scores_BV.logsumexp(-1)
+            logps = logps_B.tolist()
+        for row, token, logp, mass in zip(rows, tokens, logps, log_masses, strict=True):
             row.add(token, logp, mass, self.stops)
         return tokens
 

@@ -330,6 +330,7 @@ class AdaptersByRow:
     adapters came or went."""
 
     def __init__(self, *, batch_invariant: bool = False) -> None:
+        self.version = 0  # it differs after adapters came or went
         self._multiple = _ROWS if batch_invariant else 1
         self._handles: list[Any] = []
         self._groups: list[_Group] = []
@@ -340,6 +341,7 @@ class AdaptersByRow:
         """Watch the layers that ``model`` has now."""
         from peft.tuners.lora import Linear
 
+        self.version += 1
         for handle in self._handles:
             handle.remove()
         layers = [layer for layer in model.modules() if type(layer) is Linear]

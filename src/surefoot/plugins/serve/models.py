@@ -328,7 +328,8 @@ class Models:
     def _open(self, path: str, *, base: str | Path | None) -> LoadedModel:
         trusted = self.settings.trust_remote_code
         opened = open_model(path, base=base, dtype=self.settings.dtype, trust_remote_code=trusted)
-        pack_weights(opened.inner)
+        invariant = self.settings.batch_invariant or opened.generate.batch_invariant
+        pack_weights(opened.inner, batch_invariant=invariant)
         return opened
 
     def _longest(self, opened: LoadedModel) -> int:

@@ -148,7 +148,9 @@ def rows_for(
     model.check_ids(stops := body.stop_token_ids or [], "stop_token_ids")
     if not body.ignore_eos:
         stops = [*stops, *model.opened.stop_token_ids]
-    chooser = Chooser(_section(body, model, most), frozenset(stops), decode)
+    section = _section(body, model, most)
+    # those that are reported are computed apart, as they may be before penalties and temperature
+    chooser = Chooser(section, frozenset(stops), decode, has_logps=False)
     biases = {int(token): bias for token, bias in (body.logit_bias or {}).items()}
     model.check_ids(biases, "logit_bias")
     bias = Bias(biases, body.presence_penalty or 0.0, body.frequency_penalty or 0.0)
