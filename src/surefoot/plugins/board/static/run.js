@@ -185,8 +185,9 @@ export async function page(body, { run, tab = "curves" }) {
     const spent = Object.entries(seconds).filter(([, value]) => value >= 0.5)
       .map(([part, value]) => [words[part] ?? part, duration(value), number((100 * value) / wall, 3)]);
     const where = [[t("Where the time went"), "whole"], [t("Took"), "num"], ["%", "num"]];
+    const causes = { data: t("data"), compute: t("compute") };
     const percent = (share) => number(100 * share, 3);
-    const slow = details.slow_ranks.map((one) => [one.step, one.rank, t(one.what), percent(one.share), percent(one.share_of_others), percent(one.waited)]);
+    const slow = details.slow_ranks.map((one) => [one.step, one.rank, causes[one.what] ?? one.what, percent(one.share), percent(one.share_of_others), percent(one.waited)]);
     const slowness = [[t("Step"), "num"], [t("Slow rank"), "num"], [t("Slow in"), "whole"], [t("% of its step"), "num"], [t("% on others"), "num"], [t("% that others wait"), "num"]];
     replace(content, spent.length ? h("div.panel", {}, table(where, spent)) : null, slow.length ? h("div.panel", {}, table(slowness, slow)) : null, h("div.panel", {}, h("h2", {}, t("Launches")), rows.length ? table(columns, rows) : h("p.soft", {}, t("This run has no record of its launches."))),
       h("div.panel", {}, h("h2", {}, t("Log")), text));
