@@ -195,6 +195,21 @@ def test_operations_that_change_at_a_length_are_noticed(caplog):
     assert "not replayed: one of 10 columns has other logits" in caplog.text
 
 
+def test_a_step_that_was_replayed_wrongly_leaves_the_cache_as_the_model_wrote_it():
+    """The check of 10 columns, of which the replay writes other values."""
+    steps, cache = RecordedSteps(Scale()), torch.zeros(41)
+    for length in range(3, 41):
+        x = torch.randn(1)
+
+        def computed(x=x, length=length):
+            cache[length - 1 : length] = x if length < 10 else -x
+            return cache[:length].sum()[None, None]
+
+        with torch.no_grad():
+            steps.logits("", computed, [x, cache], length, version=0)
+        assert cache[length - 1] == (x if length < 10 else -x)
+
+
 def test_prompts_of_one_token_are_answered_as_others():
     network = model(max_position_embeddings=256)
     prompts = random_prompts(5, 3)

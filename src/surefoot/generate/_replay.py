@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,17 +85,41 @@ class RecordedSteps:
         if step.is_refused or step.recorded_length == length:
             return compute()
         if step.replay is not None and length < step.bound:
-            # Not around the eager model: FSDP gathers weights in it that could not be changed.
-            with torch.inference_mode():
-                return step.replay(length, *inputs)
-        recording = None if step.replay else _Recording(length, _tensors_of(self._model), inputs)
-        logits_BV = compute() if recording is None else recording.run(compute)
+            return step.replayed(length, inputs)
+        if step.replay is not None:
+            return self._checked(key, step, compute, inputs, length)
+        recording = _Recording(length, _tensors_of(self._model), inputs)
+        logits_BV = recording.run(compute)
+        with self._refusing(key):
+            step.add(recording)
+        return logits_BV
+
+    def _checked(
+        self,
+        key: Hashable,
+        step: _Step,
+        compute: Callable[[], torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        length: int,
+    ) -> torch.Tensor:
+        replayed_BV = None
+        with self._refusing(key):
+            # First: both write into the cache, and what the model writes is to stay.
+            replayed_BV = step.replayed(length, inputs)
+        logits_BV = compute()
+        if replayed_BV is not None:
+            with self._refusing(key):
+                step.check(length, replayed_BV, logits_BV)
+        return logits_BV
+
+    @contextmanager
+    def _refusing(self, key: Hashable) -> Iterator[None]:
+        """A block after whose error the model computes all steps of ``key``."""
         try:
-            step.advance(recording, inputs, length, logits_BV)
-        except Exception as error:  # of any operation: the model has computed the step itself
+            yield
+        except Exception as error:  # of any operation: the model computes the step itself
             logger.info("steps of %s are not replayed: %s", type(self._model).__name__, error)
             self._steps[key] = _Step(is_refused=True)
-        return logits_BV
 
 
 @dataclass
@@ -109,27 +134,27 @@ class _Step:
         """Whose repetition would say nothing."""
         return self.recording.length if self.recording is not None else None
 
-    def advance(
-        self,
-        recording: _Recording | None,
-        inputs: Sequence[torch.Tensor],
-        length: int,
-        logits_BV: torch.Tensor,
-    ) -> None:
-        """Use a step that the model has computed: a recording of it, or a check of the replay.
-        Raises ``_NotReplayableError``."""
-        if recording is not None and recording.problem:
+    def add(self, recording: _Recording) -> None:
+        """Use a recording of a step. Raises ``_NotReplayableError``."""
+        if recording.problem:
             raise _NotReplayableError(recording.problem)
-        if self.recording is not None and recording is not None:
-            self.replay, self.recording = _replay_of(self.recording, recording), None
-        elif recording is not None:
+        if self.recording is None:
             self.recording = recording
-        elif self.replay is not None:
-            with torch.inference_mode():
-                is_equal = torch.equal(self.replay(length, *inputs), logits_BV)
-            if not is_equal:
-                raise _NotReplayableError(f"one of {length} columns has other logits")
-            self.bound = 2 * length
+        else:
+            self.replay, self.recording = _replay_of(self.recording, recording), None
+
+    def replayed(self, length: int, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The logits of a replay."""
+        assert self.replay is not None
+        # Not around the eager model: FSDP gathers weights in it that could not be changed.
+        with torch.inference_mode():
+            return self.replay(length, *inputs)
+
+    def check(self, length: int, replayed_BV: torch.Tensor, logits_BV: torch.Tensor) -> None:
+        """Raise ``_NotReplayableError`` unless a replay has the logits of the model."""
+        if not torch.equal(replayed_BV, logits_BV):
+            raise _NotReplayableError(f"one of {length} columns has other logits")
+        self.bound = 2 * length
 
 
 def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:

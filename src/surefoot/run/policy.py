@@ -158,7 +158,9 @@ def settle_packing(recipe: Recipe, trainer: Trainer, policy: Network, *, is_resu
             kernel = packed_attention.choose(row)
         kernels.packed_attention = packed_attention.use(inner, world.from_main(kernel))
     sharing = select_prompt_sharing(policy.sharing, inner, kernels.shared_prompts)
-    kernels.shared_prompts = sharing
+    # Examples are dealt among ranks by it: ranks that differ, as on other processors, would train
+    # on some twice, and on others never.
+    policy.sharing.is_proven = kernels.shared_prompts = all(world.gathered(sharing))
 
 
 def end_with_responses(policy: Network, codec: Codec) -> None:

@@ -104,11 +104,12 @@ def test_memory_and_the_time_lost_to_saves_are_summed_over_launches(board, root)
     shutil.rmtree(folder)
 
 
-def test_slow_ranks_are_those_of_the_latest_launch(board, root):
+def test_slow_ranks_are_told_with_their_launch(board, root):
     slow = {"event": "slow_rank", "step": 5, "rank": 3, "what": "data", "share": 0.6}
     folder = write_run(root / "runs/slow", launches=[slow, {"event": "launch"}, slow | {"rank": 1}])
     details = board.get("/api/run", params={"run": "runs/slow"}).json()
-    assert [row["rank"] for row in details["slow_ranks"]] == [1]
+    ranks = [[row["rank"] for row in launch["slow_ranks"]] for launch in details["launches"]]
+    assert ranks == [[3], [1]]
     shutil.rmtree(folder)
 
 

@@ -160,6 +160,7 @@ class Batching:
             spares: the first of them is masked for a rank without examples, and not read otherwise;
                 ``examples`` by default.
         """
+        # Loaded examples are not read for it: no rank needs those of the others, nor their prompts.
         made = examples if lengths is None else ()
         lengths = np.array([num_tokens(e) for e in made], np.int64) if lengths is None else lengths
         groups = self.groups(lengths, made)

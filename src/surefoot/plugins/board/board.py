@@ -30,7 +30,6 @@ MAX_SAMPLES = 64
 _MAX_FILES = 24  # of metrics in memory: of the runs that were looked at last
 _MAX_LAUNCH_BYTES = 8 << 20
 _MAX_LAUNCHES = 200
-_MAX_SLOW_RANKS = 20
 _MAX_LOG = 1 << 17
 _MAX_TOKENS = 2000  # of a sampled response
 _SEARCHED = ("run", "state", "model", "stage", "method")
@@ -85,7 +84,6 @@ class Board:
             "recipe_problem": problem,
             "launches": _launches(folder),
             "goodput": _goodput(folder),
-            "slow_ranks": _slow_ranks(folder),
             "metrics": sorted(metrics.columns),
             "metrics_problem": metrics.note(),
             "samples": sample_files(folder),
@@ -183,26 +181,17 @@ def _events(folder: Path) -> list[dict[str, Any]]:
     return [row for line in lines if (row := parsed(line)) is not None]
 
 
-def _launches(folder: Path) -> list[dict[str, object]]:
-    """Each launch with its end, if it has one."""
-    launches: list[dict[str, object]] = []
+def _launches(folder: Path) -> list[dict[str, Any]]:
+    """Each launch with its end, if it has one, and the ranks that others have waited for."""
+    launches: list[dict[str, Any]] = []
     for row in _events(folder):
         if row.get("event") == "launch":
-            launches.append({"begin": row, "end": None})
+            launches.append({"begin": row, "end": None, "slow_ranks": []})
         elif row.get("event") == "end" and launches:
             launches[-1]["end"] = row
+        elif row.get("event") == "slow_rank" and launches:
+            launches[-1]["slow_ranks"].append(row)
     return launches[-_MAX_LAUNCHES:]
-
-
-def _slow_ranks(folder: Path) -> list[dict[str, object]]:
-    """Each rank for which the others have waited, since the latest launch began."""
-    rows: list[dict[str, object]] = []
-    for row in _events(folder):
-        if row.get("event") == "launch":
-            rows = []
-        elif row.get("event") == "slow_rank":
-            rows.append(row)
-    return rows[-_MAX_SLOW_RANKS:]
 
 
 def _goodput(folder: Path) -> dict[str, Any] | None:

@@ -187,7 +187,7 @@ export async function page(body, { run, tab = "curves" }) {
     const where = [[t("Where the time went"), "whole"], [t("Took"), "num"], ["%", "num"]];
     const causes = { data: t("data"), compute: t("compute") };
     const percent = (share) => number(100 * share, 3);
-    const slow = details.slow_ranks.map((one) => [one.step, one.rank, causes[one.what] ?? one.what, percent(one.share), percent(one.share_of_others), percent(one.waited)]);
+    const slow = (details.launches.at(-1)?.slow_ranks ?? []).slice(-20).map((one) => [one.step, one.rank, causes[one.what] ?? one.what, percent(one.share), percent(one.share_of_others), percent(one.waited)]);
     const slowness = [[t("Step"), "num"], [t("Slow rank"), "num"], [t("Slow in"), "whole"], [t("% of its step"), "num"], [t("% on others"), "num"], [t("% that others wait"), "num"]];
     replace(content, spent.length ? h("div.panel", {}, table(where, spent)) : null, slow.length ? h("div.panel", {}, table(slowness, slow)) : null, h("div.panel", {}, h("h2", {}, t("Launches")), rows.length ? table(columns, rows) : h("p.soft", {}, t("This run has no record of its launches."))),
       h("div.panel", {}, h("h2", {}, t("Log")), text));
