@@ -5,6 +5,7 @@ import os
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import ranks
 import small
 import tiny
 from counting import Counting
+from project import Project
 from spread import learn, save, writers
 from surefoot.checkpoint.saving.saver import AsyncSaver
 from surefoot.data.section import DataSection
@@ -31,12 +33,13 @@ from surefoot.model.section import ModelSection
 from surefoot.network.shard_loading import init_on_meta, select_prompt_sharing
 from surefoot.optim._variants.adamw import AdamW
 from surefoot.parallel.world import ALONE
-from surefoot.recipe.recipe import Recipe
+from surefoot.recipe.recipe import Recipe, load
 from surefoot.run.assembly import build_trainer
 from surefoot.run.contexts import precompute
-from surefoot.run.policy import open_policy
+from surefoot.run.policy import open_policy, settle_packing
 from surefoot.stages import SFT
 from surefoot.storage import files
+from surefoot.training.callback import Kernels
 from surefoot.training.section import TrainSection
 
 UNEVEN = {"intermediate_size": 130, "num_hidden_layers": 2}  # and 259 tokens
@@ -410,3 +413,18 @@ def test_a_run_that_goes_on_shares_prompts_as_it_did(known):
     assert not select_prompt_sharing(
         PromptSharing(), tiny.model(), known
     )  # not in a kernel of another
+
+
+def test_prompts_are_shared_on_all_ranks_or_on_none(tmp_path):
+    """Each rank tries it with its own processor, and examples are dealt by it."""
+    recipe = load(Project(tmp_path).recipe, ["data.packing=true", "model.attention=sdpa"])
+
+    def settled(world):
+        policy = SimpleNamespace(
+            awaits_values=False, inner=tiny.model(), sharing=PromptSharing(world.rank == 0)
+        )
+        trainer = SimpleNamespace(state=SimpleNamespace(kernels=Kernels()), world=world)
+        settle_packing(recipe, trainer, policy, is_resumed=False)
+        return policy.sharing.is_proven, trainer.state.kernels.shared_prompts
+
+    assert ranks.run(2, settled, dp_replicate=2) == [(False, False)] * 2
