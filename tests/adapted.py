@@ -7,8 +7,13 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import folders
 from surefoot.methods import METHODS
 from surefoot.model.section import ModelSection
+from surefoot.optim import OPTIMIZERS
 
 SMALL = {"oft": {"block_size": 16}}  # what methods need to fit tiny models
+FITTING = {  # methods of each optimizer; some entries of a matrix do not go with all of them
+    name: [m for m in METHODS if m != "badam_ratio" or made.is_entrywise]
+    for name, made in OPTIMIZERS.items()
+}
 IDS = torch.arange(40).view(2, 20) % 60 + 3
 
 

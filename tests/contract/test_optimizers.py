@@ -9,10 +9,9 @@ import torch
 import ranks
 import surefoot.checkpoint as ckpt
 import tiny
-from adapted import method_of
+from adapted import FITTING, method_of
 from kept import assert_bitwise, everything
 from spread import learn, resume, save, trainer
-from surefoot.methods import METHODS
 from surefoot.network._parameter_names import kinds_of, names_by_part
 from surefoot.optim import OPTIMIZERS
 from surefoot.optim._rules import matrices as orthogonalization
@@ -24,10 +23,6 @@ from surefoot.optim.trained import TrainedParameters
 from surefoot.parallel.world import ALONE
 
 MODES = ["stochastic", "master", "nearest"]
-FITTING = {  # methods of each optimizer; some entries of a matrix do not go with all of them
-    name: [m for m in METHODS if m != "badam_ratio" or made.is_entrywise]
-    for name, made in OPTIMIZERS.items()
-}
 BOTH = [(optim, method) for optim, methods in FITTING.items() for method in methods]
 SETTINGS = {"apollo": {"rank": 4, "update_gap": 2}, "galore": {"rank": 4, "update_gap": 2}}
 

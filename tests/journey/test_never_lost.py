@@ -11,11 +11,10 @@ from transformers import AutoModelForCausalLM
 
 import surefoot
 import warm
+from adapted import FITTING, SMALL
 from project import Project, assert_same, checkpoints, final_weights, in_child, losses, start
 from project import surefoot as command
 from surefoot.checkpoint.verification import verify
-from surefoot.methods import METHODS
-from surefoot.optim import OPTIMIZERS
 
 CASES = {
     "full": {"method": "full"},
@@ -146,11 +145,12 @@ SETTINGS = {"apollo": {"rank": 4, "update_gap": 3}, "galore": {"rank": 4, "updat
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("optim", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("optim", "method"), [(optim, method) for optim, fit in FITTING.items() for method in fit]
+)
 def test_proof_of_kills_of_every_optimizer_and_method(optim, method, tmp_path):
     def made(folder):
-        project = Project(folder, method=method)
+        project = Project(folder, method={method: SMALL.get(method, {})})
         settings = {"learning_rate": 1e-3, **SETTINGS.get(optim, {})}
         project.sections["optim"] = {optim: settings}
         project.write()
