@@ -55,7 +55,7 @@ except SystemExit as error:
         "surefoot.plugins.board.command",
         "surefoot.plugins.board.app",
         "surefoot.plugins.cloud.mirror",
-        "surefoot.training.callbacks._tracker_services",
+        "surefoot.training.callbacks._tracker_process",
     ],
 )
 def test_this_process_needs_no_torch(module):

@@ -14,8 +14,9 @@ from surefoot.cli.main import main
 from surefoot.data.example import Example, Message
 from surefoot.data.section import DataSection
 from surefoot.stages import KTO
-from surefoot.use.data_check._rows import hashes_of, is_loop
-from surefoot.use.data_check.figures import DatasetFigures, findings_of
+from surefoot.use.data_check.duplicates import hashes_of
+from surefoot.use.data_check.figures import DatasetFigures
+from surefoot.use.data_check.findings import findings_of, is_loop
 
 WORDS = "river stone light winter summer garden window table music paper silver forest"
 PHRASE = "I am sorry, but I cannot help you with that question."

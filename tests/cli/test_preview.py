@@ -10,13 +10,8 @@ import commands
 from folders import save_data, save_recipe
 from project import Project
 from surefoot.cli.data import histogram, show
-from surefoot.use.data_check.figures import (
-    DatasetFigures,
-    PreviewExample,
-    RenderedExample,
-    TextSpan,
-    num_limited,
-)
+from surefoot.use.data_check.figures import DatasetFigures, num_limited
+from surefoot.use.data_check.preview import PreviewExample, RenderedExample, TextSpan
 
 run, ok, refused = commands.of("preview")
 
@@ -178,6 +173,13 @@ def test_of_a_pair_both_answers_are_shown(tmp_path):
         "chosen": "It is 0.<|im_end|>",
         "rejected": "It is 1, said the hen.<|im_end|>",
     }
+
+
+def test_a_reward_model_has_json_too(tmp_path):
+    made = Project(tmp_path, stage="rm", data={"datasets": ["pairs"]})
+    (pairs,) = json.loads(run(made.recipe, "--json", "-n", 1).stdout)["datasets"]
+    (item,) = pairs["shown"][0]["items"]
+    assert [part["learnt"] for part in item["parts"]] == [False, True, True]
 
 
 def test_a_long_tail_has_bars_of_its_own():

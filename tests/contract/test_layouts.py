@@ -16,7 +16,7 @@ from surefoot.checkpoint.saving.preparation import save
 from surefoot.checkpoint.sources import FolderSource, TensorsInMemory, copy, described, read_whole
 from surefoot.errors import CheckpointError
 from surefoot.parallel.sharding import Box, Mesh
-from surefoot.plugins.mindspore.strategy import ParallelConfig
+from surefoot.plugins.mindspore.tensor_layout import ParallelConfig
 from surefoot.plugins.mindspore.writing import write_distributed
 from surefoot.schema import settings
 from surefoot.use.exporting.conversion import convert

@@ -318,13 +318,15 @@ def test_a_saved_family_is_known_again_from_its_template():
 
 
 def test_the_preview_shows_an_end_that_is_trained_without_being_written():
-    from surefoot.use.data_check.figures import _sequence
+    from surefoot.use.data_check.preview import preview_example
 
     tokenizer = tiny_tokenizers.tokenizer()
     made = Codec(tokenizer, load_template("fewshot", tokenizer), DataSection(datasets=("any",)))
     plain = [Message(m.role, m.content) for m in TWICE]
-    (item,) = made.encode_chats([Example(tuple(plain))])[0]
-    text = "".join(part.text for part in _sequence(made, item).parts if part.learnt)
+    example = Example(tuple(plain))
+    (outcome,) = made.encode_chats([example])
+    (item,) = preview_example(made, example, outcome, outcome).items
+    text = "".join(part.text for part in item.parts if part.learnt)
     assert text.count("</s>") == 2
 
 

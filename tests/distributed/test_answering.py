@@ -17,7 +17,7 @@ from surefoot.generate.section import GenerateSection
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.sharded_model import with_replicas
 from surefoot.parallel.world import ALONE
-from surefoot.plugins.mindspore.strategy import ParallelConfig
+from surefoot.plugins.mindspore.tensor_layout import ParallelConfig
 from surefoot.plugins.mindspore.writing import MindSporeFolder
 from surefoot.recipe.recipe import load
 from surefoot.storage import files

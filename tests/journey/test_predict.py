@@ -6,7 +6,7 @@ import pytest
 
 from folders import save_data, save_model, save_recipe
 from project import surefoot
-from surefoot.plugins.mindspore.strategy import ParallelConfig
+from surefoot.plugins.mindspore.tensor_layout import ParallelConfig
 from surefoot.plugins.mindspore.writing import MindSporeFolder
 from surefoot.use.exporting.conversion import convert
 

@@ -19,7 +19,9 @@ from .loading import loading, recipe_arguments, resolved_recipe
 if TYPE_CHECKING:
     from ..data.text.codec import Codec
     from ..recipe.recipe import Recipe
-    from ..use.data_check.figures import DataCheck, DatasetFigures, PreviewExample
+    from ..use.data_check.check import DataCheck
+    from ..use.data_check.figures import DatasetFigures
+    from ..use.data_check.preview import PreviewExample
 
 ROWS = 2000  # of each dataset, unless all are asked for; said in the help, before slow imports
 LEARNT, REJECTED = "bold green", "bold red"
@@ -182,7 +184,7 @@ def _print_json(value: object) -> None:
 
 def show(console: Console, figures: DatasetFigures, cutoff_len: int) -> None:
     """Print examples, a legend and statistics."""
-    from ..use.data_check.figures import findings_in
+    from ..use.data_check.findings import findings_in
 
     for shown in figures.shown:
         _show_example(console, shown)

@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 from surefoot.errors import CheckpointError
 from surefoot.parallel.sharding import Box, is_covered_once
 from surefoot.plugins.mindspore.strategy import (
-    ALL_COPIES,
-    TensorLayout,
     dump_strategy,
     integer,
     message,
@@ -17,6 +15,7 @@ from surefoot.plugins.mindspore.strategy import (
     packed,
     wire_fields,
 )
+from surefoot.plugins.mindspore.tensor_layout import ALL_COPIES, TensorLayout
 
 LAYOUTS = {
     "wq": TensorLayout((2, 2), ((0, -1),), ALL_COPIES, 2),

@@ -9,7 +9,8 @@ from surefoot.checkpoint.disk.folder import FolderWeights
 from surefoot.checkpoint.sources import FolderSource, TensorsInMemory, described, read_whole
 from surefoot.errors import CheckpointError
 from surefoot.plugins.mindspore.opening import open_mindspore_state
-from surefoot.plugins.mindspore.strategy import ParallelConfig, open_strategy
+from surefoot.plugins.mindspore.strategy import open_strategy
+from surefoot.plugins.mindspore.tensor_layout import ParallelConfig
 from surefoot.plugins.mindspore.writing import (
     Naming,
     write_distributed,

@@ -5,7 +5,7 @@ import pytest
 
 from hooks import listening
 from project import Project, surefoot
-from surefoot.training.callbacks._tracker_services import Feeder
+from surefoot.training.callbacks._tracker_process import Feeder
 
 SECRET = "T0P-s3cret"
 

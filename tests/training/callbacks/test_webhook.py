@@ -11,7 +11,7 @@ import pytest
 
 from hooks import listening, wait_for
 from surefoot.errors import RunError
-from surefoot.training.callbacks import _tracker_services as webhook
+from surefoot.training.callbacks import _webhook as webhook
 from surefoot.training.callbacks import trackers as launching
 from surefoot.training.callbacks._tracker_services import TrackedRun
 from surefoot.training.callbacks.launches import redacted

@@ -29,7 +29,7 @@ from ...parallel.sharding import Box
 from ...storage import files
 from .experts import MCORE, MIXTRAL, Experts, stacked, unstacked
 from .ranks import root_of
-from .strategy import MOMENTS
+from .tensor_layout import MOMENTS
 
 _FEW = 16  # rows of a turn; fewer are read together with those in between
 

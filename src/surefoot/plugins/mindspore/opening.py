@@ -34,7 +34,8 @@ from .ranks import (
     step_of,
     steps,
 )
-from .strategy import ENDINGS, MOMENTS, Strategy, open_strategy
+from .strategy import ENDINGS, Strategy, open_strategy
+from .tensor_layout import MOMENTS
 
 Form = Literal["iteration", "ranks", "full"]
 Boxes = dict[str, list[DcpChunk]]  # by a tensor's name; together they are all of it

@@ -30,7 +30,7 @@ from ...training.trainer import Trainer
 from .experts import StackedMatrix, StackedSource
 from .model import MindSporeHints, as_huggingface, by_role, open_state
 from .opening import LAYOUT, progress_of
-from .strategy import MOMENTS
+from .tensor_layout import MOMENTS
 
 logger = logging.getLogger(__name__)
 _SLOTS = dict(zip(MOMENTS, ("exp_avg", "exp_avg_sq"), strict=True))

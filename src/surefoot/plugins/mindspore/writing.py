@@ -52,15 +52,8 @@ from .model import (
 from .naming import KEEP, FamilyName, heads_near
 from .opening import LAYOUT, META, form_of, role_of
 from .ranks import INNER, model_near, rank_files, step_of
-from .strategy import (
-    ALL_COPIES,
-    FILE,
-    Layouts,
-    ParallelConfig,
-    TensorLayout,
-    dump_strategy,
-    open_strategy,
-)
+from .strategy import FILE, dump_strategy, open_strategy
+from .tensor_layout import ALL_COPIES, Layouts, ParallelConfig, TensorLayout
 
 _COMMON = ("epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size")
 _IN_FILES = ("global_step", "learning_rate")  # beside the moments, as tensors

@@ -1,48 +1,23 @@
-"""What feeds one tracker from ``metrics.jsonl``, in a worker process: W&B, SwanLab, Trackio,
-MLflow, or a webhook. No torch.
+"""The trackers that a run can be logged to: W&B, SwanLab, Trackio and MLflow. No torch.
 
-So a tracker can neither slow the run nor stop it, nor ask for anything: it has no terminal. The run
-sends lines of JSON: first what to do, later events. When they end, the run has ended, whatever
-became of it, and this process ends within a bound, whatever the tracker does.
-
-To add a tracker: write how its run is opened, add its line to ``SERVICES``, and its name to
-``training.section.TrackerName``. A webhook gets a message when a launch ends or fails, when its
-process dies, and at the first NaN; its URL comes from an environment variable and is written
-nowhere.
+Each is a function that opens a run of the tracker's own package, in the process of
+``_tracker_process``, which is the only one to import these packages. All launches of a run are one
+curve: it is opened again by an id of its own.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import queue
-import secrets
-import socket
-import sys
-import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, TextIO, TypeVar
-from urllib.parse import urlsplit
+from typing import Any, Protocol
 
-from ...errors import RunError, counted
-from ...storage.files import read_json, write_aside
-from .launches import Follower, record, redacted
+from .launches import redacted
 
 Facts = Mapping[str, object]
-Event = dict[str, object]
-Key = tuple[int, bool]  # step, and whether the line is of an evaluation
-_T = TypeVar("_T")
-METRICS = "metrics.jsonl"  # as in metric_files, which this process need not import
-FOLDER = "trackers"
-POLL = 0.3  # seconds between looks at metrics.jsonl
 
 
 @dataclass(frozen=True)
@@ -78,235 +53,6 @@ class Tracker(Protocol):
 
     def finish(self, outcome: str, facts: Facts) -> None:
         """The launch has ended: ``complete``, ``stopped``, ``failed`` or ``died``."""
-
-
-def main() -> None:
-    """Do what the first line on standard input says."""
-    say = _channel()
-    order: Event = json.loads(sys.stdin.readline() or "{}")
-    if not order:
-        return
-    events: queue.Queue[Event] = queue.Queue()
-    feeder = Feeder(str(order["tracker"]), order, say)
-    seconds, patience = float(str(order["finish"])), float(str(order["patience"]))
-    threading.Thread(target=_listen, args=(sys.stdin, events, seconds), daemon=True).start()
-    threading.Thread(target=_watch, args=(feeder, patience), daemon=True).start()
-    try:
-        if order.get("is_eager"):
-            feeder.open()
-        feeder.follow(events)
-    except (Exception, SystemExit) as error:  # whatever the package raises
-        reason = redacted(str(error).strip() or type(error).__name__)
-        say(f"dropped: {reason[:600]}; {METRICS} has all figures", True)
-        os._exit(1)
-    os._exit(0)  # the package's own hooks at exit may wait for a network
-
-
-def _channel() -> Callable[[str, bool], None]:
-    """What this process says to the run; what the package prints is dropped."""
-    out = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
-
-    def say(text: str, is_warning: bool) -> None:
-        try:
-            out.write(json.dumps({"text": redacted(text), "is_warning": is_warning}) + "\n")
-        except OSError:  # the run is gone
-            return
-
-    return say
-
-
-def _listen(lines: TextIO, events: queue.Queue[Event], seconds: float) -> None:
-    """Pass events on. After the last one, or after the death of the run, time is limited."""
-    outcome: Event = {"event": "end", "outcome": "died"}
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:  # cut in the middle
-            break
-        if event.get("event") == "end":
-            outcome = event
-            break
-        events.put(event)
-    events.put(outcome)
-    time.sleep(seconds)
-    os._exit(1)
-
-
-def _watch(feeder: Feeder, patience: float) -> None:
-    """End the process if the tracker does not answer."""
-    # A call that hangs inside a package can be ended in no other way (docs/decisions/0077): so each
-    # tracker has a process of its own.
-    while True:
-        time.sleep(min(1.0, patience / 4))
-        since = feeder.busy_since
-        if since is not None and time.monotonic() - since > patience:
-            waited = counted(round(patience), "second")
-            text = f"dropped: it has not answered for {waited}; {METRICS} has all figures"
-            feeder.say(text, True)
-            os._exit(1)
-
-
-@dataclass
-class Feeder:
-    """Sends the lines of one run to one tracker."""
-
-    name: str
-    order: Event
-    say: Callable[[str, bool], None]
-    busy_since: float | None = None  # of the tracker's call that runs
-    sent: Sent = field(init=False)
-    follower: Follower = field(init=False)
-    tracker: Tracker | None = None  # opened with the first line, so none is opened for nothing
-
-    def __post_init__(self) -> None:
-        self.folder = Path(str(self.order["folder"]))
-        self.sent = Sent.read(self.folder / FOLDER / f"{self.name}.json")
-        self.follower = self.sent.follower(self.folder / METRICS)
-
-    def open(self) -> Tracker:
-        """Open the run in the tracker, and say where it is."""
-        files = self.folder / FOLDER / self.name
-        files.mkdir(parents=True, exist_ok=True)
-        config, project = self.order.get("config"), self.order.get("project")
-        tracked = TrackedRun(
-            folder=self.folder,
-            files=files,
-            id=self.sent.id,
-            name=str(self.order["run_name"]),
-            project=None if project is None else str(project),
-            config=config if isinstance(config, dict) else {},
-            is_offline=bool(self.order.get("is_offline")),
-        )
-        self.tracker = tracker = self.watched(lambda: SERVICES[self.name](tracked))
-        self.sent.write()  # the id, before anything is sent
-        self.say(tracker.place, False)
-        return tracker
-
-    def follow(self, events: queue.Queue[Event]) -> None:
-        """Send lines and events until the launch has ended."""
-        while True:
-            try:
-                event = events.get(timeout=POLL)
-            except queue.Empty:
-                event = {}
-            self.send()
-            name = str(event.pop("event", ""))
-            if name == "end":
-                self._finish(str(event.pop("outcome", "died")), event)
-                return
-            if name and self.tracker is not None:
-                self.watched(partial(self.tracker.event, name, event))
-
-    def send(self) -> None:
-        """Send the records that the tracker lacks."""
-        was_at_start = self.follower.position == 0
-        lines, is_other = self.follower.read()
-        if lines and (is_other or was_at_start):
-            self._compare(lines)
-        for row in self.sent.new(lines):
-            numbers = {n: math.nan if v is None else v for n, v in row.items()}
-            values = {n: v for n, v in numbers.items() if isinstance(v, int | float)}
-            step, line = int(str(row["step"])), self.sent.lines + 1
-            tracker = self.tracker or self.open()
-            self.watched(partial(tracker.log, values, step, line))
-        if lines:
-            self.sent.position = self.follower.position
-            self.sent.proof = self.follower.proof.decode(errors="replace")
-            self.sent.write()
-
-    def watched(self, call: Callable[[], _T]) -> _T:
-        """A call of the tracker, whose time is watched."""
-        self.busy_since = time.monotonic()
-        try:
-            return call()
-        finally:
-            self.busy_since = None
-
-    def _finish(self, outcome: str, facts: Event) -> None:
-        if self.tracker is not None:
-            self.watched(partial(self.tracker.finish, outcome, facts))
-            self.tracker = None
-
-    def _compare(self, lines: list[bytes]) -> None:
-        """The file is read from its start: it was new, or was cut because steps were repeated with
-        other values."""
-        last = record(lines[-1])
-        if self.sent.is_another(lines):
-            self._finish("stopped", {})
-            self.sent = Sent(self.sent.path)
-            self.say("a run from scratch is another curve: a new one begins", False)
-        elif last is not None and key_of(last) < (self.sent.step, self.sent.is_eval):
-            self.say(
-                f"steps up to {self.sent.step} are repeated with other values; it keeps those that "
-                f"it got first, {METRICS} has the last",
-                False,
-            )
-
-
-@dataclass
-class Sent:
-    """What one tracker has. ``is_other`` and ``repeated`` are of this launch.
-
-    A resumed run repeats steps. If their lines in ``metrics.jsonl`` are the same, nothing is sent
-    twice, as the position in the file is known. If they differ, the tracker keeps what it got
-    first, since none of them can take back a value; a run whose first line differs is another
-    curve.
-    """
-
-    path: Path
-    id: str = field(default_factory=lambda: secrets.token_hex(4))
-    step: int = -1
-    is_eval: bool = False
-    lines: int = 0
-    first: str = ""
-    position: int = 0
-    proof: str = ""
-
-    @classmethod
-    def read(cls, path: Path) -> Sent:
-        """The file, or that of a run that the tracker does not have yet."""
-        try:
-            content = read_json(path)
-            sent = cls(path, **{name: content[name] for name in _FIELDS})
-        except (OSError, ValueError, TypeError, KeyError):
-            return cls(path)
-        return sent if sent.lines else cls(path, sent.id)
-
-    def write(self) -> None:
-        """Write the file. Raises ``OSError``."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        content = {name: value for name, value in asdict(self).items() if name != "path"}
-        write_aside(self.path, json.dumps(content).encode())
-
-    def follower(self, metrics: Path) -> Follower:
-        """Reads from the first line that was not sent."""
-        return Follower(metrics, self.position, self.proof.encode())
-
-    def is_another(self, lines: list[bytes]) -> bool:
-        """Whether the whole file, in ``lines``, is of another curve."""
-        return bool(lines and self.first) and lines[0].decode() != self.first
-
-    def new(self, lines: list[bytes]) -> Iterator[dict[str, object]]:
-        """The records that the tracker lacks; each counts as sent once the next is requested."""
-        for line in lines:
-            row = record(line)
-            if row is None or key_of(row) <= (self.step, self.is_eval):
-                continue
-            yield row
-            self.step, self.is_eval = key_of(row)
-            self.lines += 1
-            self.first = self.first or line.decode()
-
-
-_FIELDS = ("id", "step", "is_eval", "lines", "first", "position", "proof")
-
-
-def key_of(row: dict[str, object]) -> Key:
-    """Step and kind of a record; training comes before the evaluation of its step."""
-    return int(str(row["step"])), "loss" not in row
 
 
 @dataclass
@@ -399,11 +145,11 @@ def wandb(tracked: TrackedRun) -> WandB:
         run.define_metric("*", step_metric=STEP, step_sync=True)
         return run
 
+    def command(run: Any) -> str:
+        return f"wandb sync {Path(run.dir).parent}"
+
     offline_modes = {"offline": "offline", "dryrun": "offline"}
-    run, place, is_online = _opened(
-        *(tracked, "WANDB_MODE", offline_modes, opened),
-        lambda run: f"wandb sync {Path(run.dir).parent}",
-    )
+    run, place, is_online = _opened(tracked, "WANDB_MODE", offline_modes, opened, command)
     return WandB(run, str(run.url) if is_online else place)
 
 
@@ -543,156 +289,3 @@ def flat(config: Facts, before: str = "") -> dict[str, object]:
         else:
             settings[f"{before}{name}"] = value
     return settings
-
-
-TRIES, PAUSE, SECONDS = 3, 1.0, 8.0  # all within the time that a launch waits for its trackers
-_MOST_ANSWER = 1 << 16
-Payload = dict[str, object]
-Shape = Callable[[Payload], Payload]
-SHAPES: dict[str, Shape] = {  # by the end of a host's name: what it takes instead of the payload
-    "hooks.slack.com": lambda payload: {"text": payload["text"]},
-    "discord.com": lambda payload: {"content": payload["text"]},
-    "open.feishu.cn": lambda payload: {"msg_type": "text", "content": {"text": payload["text"]}},
-    "open.larksuite.com": lambda payload: {
-        "msg_type": "text",
-        "content": {"text": payload["text"]},
-    },
-    "oapi.dingtalk.com": lambda payload: {"msgtype": "text", "text": {"content": payload["text"]}},
-    "qyapi.weixin.qq.com": lambda payload: {
-        "msgtype": "text",
-        "text": {"content": payload["text"]},
-    },
-}
-_WORDS = {
-    "complete": "is complete",
-    "stopped": "was stopped and has saved",
-    "failed": "has failed",
-    "died": "has died: its process is gone and has said nothing",
-    "nan": "has had a loss or gradient that is NaN or infinite",
-}
-
-
-@dataclass
-class Webhook:
-    """Knows the last record of the run, and sends it with each event."""
-
-    url: str
-    tracked: TrackedRun
-    last: dict[str, object] = field(default_factory=dict)
-    missed: list[str] = field(default_factory=list)  # events that were not taken
-
-    @property
-    def place(self) -> str:
-        """The host alone: the rest of such a URL is a password."""
-        return f"messages to {_host(self.url)}"
-
-    def log(self, record: Mapping[str, float], step: int, line: int) -> None:
-        """Remember the record."""
-        self.last |= {"step": step, **{n: v for n, v in record.items() if n.endswith("loss")}}
-
-    def event(self, name: str, facts: Facts) -> None:
-        """Send it; what was not taken is part of the last message."""
-        try:
-            self._send(name, facts)
-        except RunError:
-            self.missed.append(name)
-
-    def finish(self, outcome: str, facts: Facts) -> None:
-        """Send how the launch has ended."""
-        self._send(outcome, {**facts, "missed": self.missed} if self.missed else facts)
-
-    def _send(self, name: str, facts: Facts) -> None:
-        payload = payload_of(name, self.tracked, {**self.last, **facts})
-        post(self.url, payload)
-
-
-def webhook(tracked: TrackedRun) -> Webhook:
-    """The URL is that of the environment."""
-    return Webhook(os.environ["_SUREFOOT_WEBHOOK_URL"], tracked)
-
-
-def payload_of(name: str, tracked: TrackedRun, facts: Facts) -> Payload:
-    """What is sent: facts by name, and one text for people."""
-    text = f"{tracked.name} {_WORDS[name]}"
-    if "step" in facts:
-        text += f", step {facts['step']}"
-    losses = [f"{n} {v:.4g}" for n, v in facts.items() if isinstance(v, float) and "loss" in n]
-    text += "".join(f", {loss}" for loss in losses[:2])
-    if facts.get("error"):
-        text += f": {facts['error']}"
-    where = {"run": tracked.name, "folder": str(tracked.folder), "host": socket.gethostname()}
-    json_facts = {
-        n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in facts.items()
-    }
-    return {"event": name, **where, "time": time.time(), **json_facts, "text": text}
-
-
-def post(url: str, payload: Payload) -> None:
-    """Send ``payload`` in the shape that the host takes. Raises ``RunError`` without the URL."""
-    data = json.dumps(shaped(url, payload)).encode()
-    problem = ""
-    for number in range(TRIES):
-        time.sleep(PAUSE * number)
-        problem, is_final = _tried(url, data)
-        if not problem:
-            return
-        if is_final:
-            break
-    raise RunError(f"{_host(url)} has not taken the message: {problem}")
-
-
-def shaped(url: str, payload: Payload) -> Payload:
-    """``payload`` as the host of ``url`` takes it."""
-    host = _host(url)
-    shapes = (shape for end, shape in SHAPES.items() if host == end or host.endswith(f".{end}"))
-    return next(shapes, lambda whole: whole)(payload)
-
-
-def _host(url: str) -> str:
-    try:
-        return urlsplit(url).hostname or "the webhook"
-    except ValueError:
-        return "the webhook"
-
-
-def _tried(url: str, data: bytes) -> tuple[str, bool]:
-    """What went wrong, or nothing; and whether trying again is useless."""
-    headers = {"Content-Type": "application/json", "User-Agent": "surefoot"}
-    try:
-        request = urllib.request.Request(url, data, headers)
-        with urllib.request.urlopen(request, timeout=SECONDS) as answer:
-            return _complaint(answer.read(_MOST_ANSWER)), True
-    except urllib.error.HTTPError as error:
-        return f"HTTP {error.code}", error.code < 500 and error.code not in (408, 429)
-    except OSError as error:
-        return str(getattr(error, "reason", None) or error), False
-    except ValueError:  # its text would repeat the URL
-        return "the URL is not one", True
-
-
-def _complaint(body: bytes) -> str:
-    """Feishu, DingTalk and WeCom answer 200 with a code of their own."""
-    try:
-        answer = json.loads(body)
-    except ValueError:
-        return ""
-    answer = answer if isinstance(answer, dict) else {}
-    code = answer.get("errcode") or answer.get("code")
-    return (
-        f"{answer.get('errmsg') or answer.get('msg')} ({code})"
-        if isinstance(code, int) and code
-        else ""
-    )
-
-
-SERVICES: Mapping[str, Callable[[TrackedRun], Tracker]] = {
-    "wandb": wandb,
-    "swanlab": swanlab,
-    "trackio": trackio,
-    "mlflow": mlflow,
-    "webhook": webhook,
-}
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """What other processes learn of a run while it trains: its heartbeat in a file, and the events that
 trackers and the webhook get; and their request that it stops.
 
-Those are processes (of ``_tracker_services``) that are started, get events, and are ended in time.
+Those are processes (``_tracker_process``) that are started, get events, and are ended in time.
 The run never waits for one before its end.
 """
 
@@ -36,7 +36,7 @@ class TrackerProcess:
 
     def start(self) -> None:
         """Start it. A tracker that cannot be started is dropped."""
-        command = ["-m", f"{__package__}._tracker_services"]
+        command = ["-m", f"{__package__}._tracker_process"]
         try:
             self.child = Child(command, talks=True, environment=self.environment, patience=0)
         except OSError as error:
