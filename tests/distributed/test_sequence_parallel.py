@@ -26,7 +26,9 @@ def compare_parts(count, folder, *, parallel, **changes):
     "changes",
     [
         {"kind": "qwen2", "packing": True, **UNEVEN},  # tied, with biases
-        {"kind": "gemma2", "packing": True},  # four norms in a layer, capped logits
+        pytest.param(
+            {"kind": "gemma2", "packing": True}, marks=pytest.mark.proof
+        ),  # four norms in a layer, capped logits
         {"kind": "phi3"},  # attention that all do whole
         *(
             pytest.param(changes, marks=pytest.mark.proof)
@@ -57,6 +59,7 @@ def test_four_share_two_key_value_heads_and_fewer_tokens(tmp_path):
     compare_parts(4, tmp_path, parallel=FOUR, kind="qwen3", method=ADAPTER, **UNEVEN)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("replicate", [pytest.param(1, marks=pytest.mark.proof), 2])
 def test_each_of_two_parts_is_sharded_or_copied_again(replicate, tmp_path):
     parallel = {**TWO, "dp_replicate": replicate}
@@ -109,9 +112,11 @@ def test_in_bfloat16_the_sums_are_rounded(tmp_path):
     "method",
     [
         FREEZE,
-        ADAPTER,
+        pytest.param(ADAPTER, marks=pytest.mark.proof),
         LoRA(rank=2, modules_to_save=("lm_head", "input_layernorm")),
-        LoRA(rank=2, targets=("lm_head", "down_proj", "k_proj")),
+        pytest.param(
+            LoRA(rank=2, targets=("lm_head", "down_proj", "k_proj")), marks=pytest.mark.proof
+        ),
     ],
     ids=["freeze", "lora", "lora with saved modules", "lora beside the head"],
 )
@@ -119,6 +124,7 @@ def test_frozen_weights_and_adapters(method, tmp_path):
     compare_parts(2, tmp_path, parallel=TWO, method=method, **UNEVEN)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "method", [pytest.param(Full(), marks=pytest.mark.proof), ADAPTER], ids=["full", "lora"]
 )
@@ -147,6 +153,7 @@ def test_tokens_that_do_not_divide_are_refused_not_waited_for(tmp_path):
     assert ranks.run(2, forward, **TWO) == [True, True]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "method",
     [pytest.param(Full(), marks=pytest.mark.proof), LoRA(rank=2, dropout=0.3)],
