@@ -272,9 +272,9 @@ def learn(made, count):
     ("parallel", "changes"),
     [
         ({}, {}),
-        ({"dp_replicate": 2}, {"method": LoRA(rank=2)}),
+        pytest.param({"dp_replicate": 2}, {"method": LoRA(rank=2)}, marks=pytest.mark.proof),
         ({"tp": 2}, {}),
-        ({"pp": 2}, {}),
+        pytest.param({"pp": 2}, {}, marks=pytest.mark.proof),
     ],
     ids=str,
 )
