@@ -92,7 +92,7 @@ def test_a_changed_configuration_is_noticed_whatever_the_method(tmp_path):
         resume(made)
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.proof)])
 def test_a_reference_that_has_changed_is_noticed(method, tmp_path):
     """Its log-probabilities lie in the cache, under the times of its files."""
     model_folder(tmp_path / "reference")

@@ -39,7 +39,9 @@ def project(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("left", ["nothing", "old results", "half of the results"])
+@pytest.mark.parametrize(
+    "left", ["nothing", pytest.param("old results", marks=pytest.mark.proof), "half of the results"]
+)
 def test_what_the_end_of_a_run_writes_is_written_by_the_next_launch(left, project):
     expected, logged = results(project.run), losses(project.run)
     path = project.run / "all_results.json"

@@ -148,6 +148,7 @@ def test_only_a_run_that_trains_can_be_stopped(tmp_path):
     assert (tmp_path / STOP).exists()
 
 
+@pytest.mark.proof
 def test_ranks_leave_together_after_rank_0_has_recorded_the_end(project, tmp_path, monkeypatch):
     """A launcher such as `srun --kill-on-bad-exit` ends all when one has left."""
     ended = LaunchRecord.ended
