@@ -133,7 +133,7 @@ def test_the_form_and_the_yaml_change_each_other_and_problems_have_lines(page, s
     assert "surefoot train mine.yaml" in page.text()
 
 
-@pytest.mark.parametrize("tab", ["curves", "log", "recipe"])
+@pytest.mark.parametrize("tab", ["curves", "log", pytest.param("recipe", marks=pytest.mark.proof)])
 def test_a_run_that_vanishes_is_shown_as_gone_and_its_page_asks_for_nothing_more(
     page, server, root, tab
 ):

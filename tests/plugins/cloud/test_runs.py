@@ -124,6 +124,7 @@ def test_a_mounted_folder_is_a_store_too(project, whole, tmp_path):
     assert_is(train(project, url, tmp_path / "two"), whole)
 
 
+@pytest.mark.proof
 def test_what_a_plain_copy_brings_opens_with_from_pretrained(project, bucket, tmp_path):
     for layout in ("distributed", "full"):
         url = f"{bucket.url}/{layout}"
@@ -136,6 +137,7 @@ def test_what_a_plain_copy_brings_opens_with_from_pretrained(project, bucket, tm
         assert all((opened[name] == stored[name]).all() for name in stored)
 
 
+@pytest.mark.proof
 def test_retention_deletes_in_the_store_too(project, bucket, tmp_path):
     options = {"checkpoint__save_steps": 1, "checkpoint__keep": 2}
     train(project, bucket.url, tmp_path / "one", train__max_steps=4, **options)
@@ -214,6 +216,7 @@ def test_another_run_is_gone_on_from_by_its_url(project, whole, bucket, tmp_path
         train(project, tmp_path / "none", checkpoint__resume=f"{bucket.url}/checkpoint-7")
 
 
+@pytest.mark.proof
 def test_an_adapter_opens_from_its_url(bucket, tmp_path):
     project = made(tmp_path / "p", method={"lora": {"rank": 4}}, train={"max_steps": 2})
     folder = train(project, bucket.url, tmp_path / "one")
