@@ -75,6 +75,7 @@ def test_two_processes_learn_what_one_learns_and_one_goes_on_from_them(one, tmp_
     assert_close(weights(checkpoints(project.run)[-1]), weights(checkpoints(one.run)[-1]))
 
 
+@pytest.mark.proof
 def test_two_that_share_the_layers_learn_and_measure_what_one_does_and_one_goes_on(tmp_path):
     train_section = {"max_steps": 8, "eval_steps": 3}
     sections = {"data": {"val_size": 5}, "train": train_section, "optim": OPTIM}
