@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import tiny
+from each import some
 from folders import edit_json, save_adapter, save_model
 from surefoot.checkpoint.layouts.adapter_merge import merged
 from surefoot.checkpoint.layouts.opening import open_folder
@@ -149,7 +150,7 @@ def shift_tokens(folder):
     save_file(tensors, folder / "adapter_model.safetensors")
 
 
-@pytest.mark.parametrize("kind", WRAPPED)
+@pytest.mark.parametrize("kind", some(WRAPPED, [*WRAPPED][1::2]))
 def test_names_of_wrappers_in_an_adapter_change_nothing(kind, folder, tmp_path):
     wrapped = rewrite(folder / "adapter", tmp_path / "wrapped", WRAPPED[kind])
     expected = PeftModel.from_pretrained(load(folder / "base"), folder / "adapter").eval()
