@@ -445,7 +445,7 @@ def tiny_work(tmp_path_factory):
     ("part", "only", "figure"),
     [
         ("speed", "head 151,936 x 2,048, heads", ""),
-        ("save", "full 1.7B, surefoot", "first_step_after_s"),
+        pytest.param("save", "full 1.7B, surefoot", "first_step_after_s", marks=pytest.mark.proof),
         ("profile", "full 1.7B, chats, surefoot", "kernels"),
         pytest.param("speed", "full 1.7B, chats, surefoot", "operations", marks=pytest.mark.proof),
     ],

@@ -177,6 +177,7 @@ def test_a_checkpoint_of_two_ranks_answers_in_two_of_another_mesh(folder, alike)
         alike(parallel, [folder / "checkpoint-0"], sections=(GREEDY,))
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("parallel", some(MESHES[:2], MESHES[1:2]), ids=str)
 def test_a_process_reads_what_it_holds_and_no_more(parallel, tmp_path, monkeypatch):
     folders.save_model(tmp_path, "qwen2", dtype=torch.bfloat16, **UNEVEN)

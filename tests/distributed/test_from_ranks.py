@@ -152,7 +152,10 @@ def experts_of(made):
 
 @pytest.mark.parametrize(
     ("kind", "family"),
-    [("qwen3_moe", "mcore-fused"), pytest.param("mixtral", "legacy", marks=pytest.mark.proof)],
+    [
+        pytest.param("qwen3_moe", "mcore-fused", marks=pytest.mark.proof),
+        pytest.param("mixtral", "legacy", marks=pytest.mark.proof),
+    ],
     ids=["qwen3", "mixt"],
 )
 def test_the_moments_of_experts_are_gone_on_from(kind, family, tmp_path):

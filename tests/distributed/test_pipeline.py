@@ -121,6 +121,7 @@ def test_in_float64_only_rounding_is_left(tmp_path):
     compare_exactly(4, tmp_path, parallel={"pp": 2, "tp": 2}, **changes)
 
 
+@pytest.mark.proof
 def test_in_bfloat16_the_sums_are_rounded(tmp_path):
     train = {"precision": "bf16", **ONES}
     compare(2, tmp_path, parallel={"pp": 2}, close=5e-3, train=train, **UNEVEN)

@@ -78,6 +78,7 @@ def compare_stages(folder, schedule="1f1b", **changes):
     compare_pipelines(4, folder, parallel=parallel, **changes)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "changes",
     [
@@ -103,6 +104,7 @@ def test_two_stages_of_any_model_pass_parts_of_the_tokens_on(
     compare_stages(tmp_path, close=1e-10, **changes)
 
 
+@pytest.mark.proof
 def test_in_bfloat16_the_sums_are_rounded(tmp_path):
     train = {"precision": "bf16"}
     compare_parts(2, tmp_path, parallel=TWO, close=5e-3, train=train, **UNEVEN)

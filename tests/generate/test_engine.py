@@ -92,7 +92,7 @@ def test_a_repetition_penalty_is_that_of_transformers():
 @pytest.mark.parametrize(
     "settings",
     [
-        {"batch_invariant": True},
+        pytest.param({"batch_invariant": True}, marks=pytest.mark.proof),
         {"batch_invariant": True, "top_k": 9, "repetition_penalty": 1.2},
         pytest.param({"top_p": 0.8}, marks=pytest.mark.proof),
     ],
@@ -275,7 +275,10 @@ def test_rows_whose_positions_change_with_the_longest_are_alone(caplog):
     assert caplog.text.count("answered one by one") == 1
 
 
-@pytest.mark.parametrize("threads", [1, 2, pytest.param(4, marks=pytest.mark.proof)])
+@pytest.mark.parametrize(
+    "threads",
+    [pytest.param(1, marks=pytest.mark.proof), 2, pytest.param(4, marks=pytest.mark.proof)],
+)
 def test_the_batch_size_changes_no_bit_whatever_the_number_of_threads(threads):
     """Threads divide the rows of a product, so one of five rows may be computed alone."""
     before = torch.get_num_threads()

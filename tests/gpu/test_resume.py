@@ -104,7 +104,10 @@ def tensors_of(checkpoint):
     return {(f.name, name): t for f in files for name, t in load_file(f).items()}
 
 
-@pytest.mark.parametrize("stage", [pytest.param("sft", marks=pytest.mark.proof), "dpo"])
+@pytest.mark.parametrize(
+    "stage",
+    [pytest.param("sft", marks=pytest.mark.proof), pytest.param("dpo", marks=pytest.mark.proof)],
+)
 def test_a_recipe_resumes_to_the_same_files(stage, tmp_path):
     """With the kernels that a run selects, dropout, accumulation and background saves."""
     project = Project(

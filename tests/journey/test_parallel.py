@@ -144,6 +144,7 @@ def test_sigterm_to_the_launcher_saves_the_step(tmp_path):
     assert int(saved.name.split("-")[1]) == max(losses(project.run))
 
 
+@pytest.mark.proof
 def test_without_batch_sizes_three_ranks_are_given_some_that_divide(tmp_path):
     project = Project(tmp_path, train={"max_steps": 1})
     for name in ("global_batch_size", "micro_batch_size"):

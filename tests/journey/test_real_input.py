@@ -76,6 +76,7 @@ def opens_everywhere(folder, model, *, is_adapter):
     return opened
 
 
+@pytest.mark.proof
 def test_the_logits_of_a_checkpoint_are_those_of_the_model_that_was_trained(shared, tmp_path):
     from surefoot.recipe.recipe import read
     from surefoot.run.training_run import build

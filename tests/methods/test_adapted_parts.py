@@ -312,9 +312,8 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(run, finished):
         assert all(torch.equal(values[name], expected[name]) for name in expected), path.name
 
 
-@pytest.mark.parametrize(
-    "kind", ["qwen2_vl", pytest.param("gemma3", marks=pytest.mark.proof)], indirect=True
-)
+@pytest.mark.proof
+@pytest.mark.parametrize("kind", ["qwen2_vl", "gemma3"], indirect=True)
 def test_two_ranks_with_and_without_pictures_train_as_one_does(kind, run):
     """Micro-batches of one row: most steps have a rank without a picture."""
     made, _ = run

@@ -178,7 +178,15 @@ HEAD_OF_ITS_OWN = {"embed_tokens": [3, 5], "lm_head": [7]}
         *(
             ({"trainable_token_indices": tokens, "target_modules": ["q_proj"]}, is_tied)
             for tokens in ([3, 5], TOKENS, HEAD_OF_ITS_OWN)
-            for is_tied in (False, True)
+            for is_tied in (True,)
+        ),
+        *(
+            pytest.param(
+                {"trainable_token_indices": tokens, "target_modules": ["q_proj"]},
+                False,
+                marks=pytest.mark.proof,
+            )
+            for tokens in ([3, 5], TOKENS, HEAD_OF_ITS_OWN)
         ),
     ],
 )

@@ -139,6 +139,7 @@ def test_a_run_that_makes_progress_is_left_alone_and_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.proof
 def test_bytes_that_are_written_are_progress_of_a_save(tmp_path):
     def work():
         file = (tmp_path / "file").open("wb", buffering=0)

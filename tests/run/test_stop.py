@@ -95,7 +95,9 @@ def test_a_file_in_the_folder_of_a_run_stops_it(project, tmp_path, monkeypatch):
     assert not (tmp_path / STOP).exists()
 
 
-@pytest.mark.parametrize(("interval", "num_looks"), [(0.0, 3 + 8), (1e9, 3)])
+@pytest.mark.parametrize(
+    ("interval", "num_looks"), [pytest.param(0.0, 3 + 8, marks=pytest.mark.proof), (1e9, 3)]
+)
 def test_the_file_is_looked_for_no_more_often_than_a_heartbeat_is_written(
     interval, num_looks, project, tmp_path, monkeypatch
 ):

@@ -59,7 +59,9 @@ def measured(world, folder, count, **changes):
         (2, {}, {}),
         (2, {"dp_replicate": 2}, {"method": LoRA(rank=2, dropout=0.3)}),
         pytest.param(2, {"tp": 2}, {}, marks=pytest.mark.proof),
-        (2, {"tp": 2}, {"stage": SFT(label_smoothing_factor=0.2)}),
+        pytest.param(
+            2, {"tp": 2}, {"stage": SFT(label_smoothing_factor=0.2)}, marks=pytest.mark.proof
+        ),
         (2, {"pp": 2}, {"stage": SFT(label_smoothing_factor=0.2)}),
         pytest.param(3, {}, {"train": {"micro_batch_size": 1}}, marks=pytest.mark.proof),
         pytest.param(4, {"tp": 2}, {}, marks=pytest.mark.proof),

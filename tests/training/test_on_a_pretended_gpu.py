@@ -91,8 +91,11 @@ def check(folder, stage, method, optim):
 
 
 ALL = list(itertools.product(STAGES, METHODS, OPTIMIZERS))
-# Each of them at least once; each pair of two would be 108 combinations, of half a second each.
-FEW = {(list(STAGES)[i % 8], list(METHODS)[i * 2 % 9], optim) for i, optim in enumerate(OPTIMIZERS)}
+# Each of them about once; each pair of two would be 108 combinations, of half a second each.
+DIAGONAL = {
+    (list(STAGES)[i % 8], list(METHODS)[i * 2 % 9], optim) for i, optim in enumerate(OPTIMIZERS)
+}
+FEW = {each for each in DIAGONAL if each[0] not in ("ppo", "grpo")}  # distill samples, too
 
 
 @pytest.mark.parametrize(("stage", "method", "optim"), some(ALL, FEW))

@@ -64,7 +64,7 @@ def sizes(trainer):
     ("method", "packing", "where"),
     [
         ("full", True, "forward"),
-        ("lora", False, "backward"),
+        pytest.param("lora", False, "backward", marks=pytest.mark.proof),
         pytest.param("lora", True, "forward", marks=pytest.mark.proof),
         pytest.param("full", False, "forward", marks=pytest.mark.proof),
         pytest.param("full", True, "backward", marks=pytest.mark.proof),

@@ -75,7 +75,7 @@ def gaps(folder):
         ("vllm", "lora"),
         pytest.param("vllm", "full", marks=pytest.mark.proof),
         pytest.param("sglang", "lora", marks=pytest.mark.proof),
-        ("sglang", "full"),
+        pytest.param("sglang", "full", marks=pytest.mark.proof),
         pytest.param("openai", "lora", marks=pytest.mark.proof),
     ],
 )

@@ -92,7 +92,13 @@ def test_masters_are_counted_for_one_block(tmp_path):
     assert sum(weight.state for weight in found.weights) == 12 * trained
 
 
-@pytest.mark.parametrize("name", [pytest.param("badam", marks=pytest.mark.proof), "badam_ratio"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("badam", marks=pytest.mark.proof),
+        pytest.param("badam_ratio", marks=pytest.mark.proof),
+    ],
+)
 def test_a_saved_checkpoint_has_the_size_that_was_told(name, tmp_path):
     sizes = {"max_steps": 3, "global_batch_size": 3, "micro_batch_size": 3}
     method = {name: {"switch_interval": 2}}

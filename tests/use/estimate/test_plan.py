@@ -122,6 +122,7 @@ def test_a_model_that_cannot_be_rehearsed_gets_the_rest_of_its_plan(project, mon
     assert found.memory.weights > 0
 
 
+@pytest.mark.proof
 def test_an_adapter_to_go_on_from_is_planned_without_its_weights(project, tmp_path):
     surefoot.train(load(project.recipe, ["method.lora.rank=3", "train.max_steps=1"]))
     adapter = next(project.run.glob("checkpoint-*"))
@@ -154,6 +155,7 @@ def test_what_would_stop_the_run_stops_the_plan(project, overrides, machine, err
         plan(project, *overrides, machine=machine)
 
 
+@pytest.mark.proof
 def test_processes_that_share_every_matrix_are_planned(project):
     asked = ("train.global_batch_size=8", "train.micro_batch_size=2", "parallel.tp=2")
     found = plan(project, *asked, machine=Machine(4, on_gpu=False))

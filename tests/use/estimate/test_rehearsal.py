@@ -95,6 +95,7 @@ def test_every_method_keeps_what_torch_really_saves(tmp_path, method, recomputes
     assert found == pytest.approx(expected, rel=share, abs=2 * 56 * 8 * 4)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("precision", some(["fp32", "bf16"], ["bf16"]))
 @pytest.mark.parametrize("targets", [["all"], ["down_proj"]], ids=str)
 def test_a_new_adapter_is_rehearsed_as_it_is_trained(tmp_path, targets, precision):

@@ -31,7 +31,7 @@ def size_of(folder):
     [
         *some(
             [*zip(["qwen2", "llama", "qwen2"], METHODS, strict=True)],
-            [("llama", METHODS[1]), ("qwen2", METHODS[2])],
+            [("qwen2", METHODS[2])],
         ),  # a bias, and none
         *(
             pytest.param(kind, method, marks=pytest.mark.proof)

@@ -119,6 +119,7 @@ def test_what_is_kept_is_what_the_first_of_two_saves(tmp_path, sequence):
     assert found == pytest.approx(ranks.run(2, saved, tp=2)[0], rel=0.02)
 
 
+@pytest.mark.proof
 def test_tokens_that_are_cut_keep_less_for_the_backward_pass(tmp_path):
     made = recipe(tmp_path, model={"gradient_checkpointing": True}, changes=SIZES)
     kept = [
