@@ -446,7 +446,7 @@ def tiny_work(tmp_path_factory):
     [
         ("speed", "head 151,936 x 2,048, heads", ""),
         pytest.param("save", "full 1.7B, surefoot", "first_step_after_s", marks=pytest.mark.proof),
-        ("profile", "full 1.7B, chats, surefoot", "kernels"),
+        pytest.param("profile", "full 1.7B, chats, surefoot", "kernels", marks=pytest.mark.proof),
         pytest.param("speed", "full 1.7B, chats, surefoot", "operations", marks=pytest.mark.proof),
     ],
 )

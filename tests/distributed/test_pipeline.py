@@ -41,7 +41,7 @@ def test_two_share_the_layers(changes, tmp_path):
 @pytest.mark.parametrize(
     "method",
     [
-        FREEZE,
+        pytest.param(FREEZE, marks=pytest.mark.proof),
         pytest.param(
             Freeze(num_layers=1, modules=("mlp",), extra_modules=("embed_tokens",)),
             marks=pytest.mark.proof,

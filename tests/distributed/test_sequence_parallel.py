@@ -29,7 +29,7 @@ def compare_parts(count, folder, *, parallel, **changes):
         pytest.param(
             {"kind": "gemma2", "packing": True}, marks=pytest.mark.proof
         ),  # four norms in a layer, capped logits
-        {"kind": "phi3"},  # attention that all do whole
+        pytest.param({"kind": "phi3"}, marks=pytest.mark.proof),  # attention that all do whole
         *(
             pytest.param(changes, marks=pytest.mark.proof)
             for changes in (

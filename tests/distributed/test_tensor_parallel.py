@@ -17,7 +17,7 @@ ALL_BUT_QWEN3 = [pytest.param(kind, marks=pytest.mark.proof) for kind in ("llama
     "changes",
     [
         pytest.param({"kind": "qwen2", **UNEVEN}, marks=pytest.mark.proof),  # tied, with biases
-        {"kind": "gemma2", "packing": True},
+        pytest.param({"kind": "gemma2", "packing": True}, marks=pytest.mark.proof),
         {"kind": "phi3"},  # query, key and value in one matrix
         *(
             pytest.param(changes, marks=pytest.mark.proof)

@@ -84,9 +84,7 @@ def assert_same(one, other):
     assert all(torch.equal(value, theirs[name]) for name, value in one.state_dict().items())
 
 
-@pytest.mark.parametrize(
-    "form", some(FORMS, ["messages", "columns", "a generator", "datasets.Dataset"])
-)
+@pytest.mark.parametrize("form", some(FORMS, ["messages", "columns", "a generator"]))
 def test_rows_in_memory_train_as_those_of_files_do(project, usual, tmp_path, form):
     extra = {"difficulty": np.float32(0.5)}
     rows = FORMS[form] if form != "a generator" else ({**row, **extra} for row in ROWS)

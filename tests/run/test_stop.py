@@ -62,6 +62,7 @@ def project(tmp_path_factory):
     return Project(tmp_path_factory.mktemp("stop"), train={"max_steps": 8})
 
 
+@pytest.mark.proof
 def test_a_callback_stops_a_run_in_a_thread_as_a_signal_would(project, tmp_path):
     run, outcomes = tmp_path / "run", []
 

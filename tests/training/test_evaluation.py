@@ -57,7 +57,9 @@ def measured(world, folder, count, **changes):
     ("processes", "parallel", "changes"),
     [
         (2, {}, {}),
-        (2, {"dp_replicate": 2}, {"method": LoRA(rank=2, dropout=0.3)}),
+        pytest.param(
+            2, {"dp_replicate": 2}, {"method": LoRA(rank=2, dropout=0.3)}, marks=pytest.mark.proof
+        ),
         pytest.param(2, {"tp": 2}, {}, marks=pytest.mark.proof),
         pytest.param(
             2, {"tp": 2}, {"stage": SFT(label_smoothing_factor=0.2)}, marks=pytest.mark.proof

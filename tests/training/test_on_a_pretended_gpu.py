@@ -103,7 +103,7 @@ def test_a_step_mixes_no_devices_and_waits_for_nothing(stage, method, optim, tmp
     check(tmp_path, stage, method, optim)
 
 
-@pytest.mark.parametrize("stage", some(STAGES, ["sft", "rm"]))
+@pytest.mark.parametrize("stage", some(STAGES, ["rm"]))
 def test_a_run_is_logged_evaluated_and_saved(stage, tmp_path):
     """What is sampled in training and evaluation is, too: by ppo, grpo and distill."""
     acts = Acts("should_log", "should_evaluate", "should_save")

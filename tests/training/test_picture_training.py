@@ -181,9 +181,7 @@ def test_two_ranks_with_and_without_pictures_train_as_one_does(kind, run):
 
 @pytest.mark.parametrize(
     ("has_cache", "kind"),
-    some(
-        [*product((True, False), ("qwen2_vl", "gemma3"))], [(False, "qwen2_vl"), (True, "gemma3")]
-    ),
+    some([*product((True, False), ("qwen2_vl", "gemma3"))], [(False, "qwen2_vl")]),
 )
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(kind, has_cache, run, tmp_path):
     train = {"max_steps": 4, "output_dir": str(tmp_path / "whole")}
@@ -388,7 +386,9 @@ def test_preferences_about_pictures_are_learned_on_one_rank_and_on_two(kind, run
         assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in one], rel=1e-4)
 
 
-@pytest.mark.parametrize("form", ["shared", "apart", "padded"])
+@pytest.mark.parametrize(
+    "form", ["shared", pytest.param("apart", marks=pytest.mark.proof), "padded"]
+)
 @pytest.mark.parametrize("kind", some(["qwen2_vl", "gemma3"], ["gemma3"]))
 def test_rewards_of_responses_to_a_picture_are_those_of_each_alone(kind, form, tmp_path):
     base = pictures.save_model(tmp_path / "base", kind)

@@ -17,7 +17,7 @@ from surefoot.use import export
 
 IDS = torch.arange(60, 100).view(4, 10)
 FEW = ["mixtral", "deepseek_v3", "gpt_oss", "jetmoe", "llama4_text"]  # each has its own files
-KINDS = some(mixtures.KINDS, ["deepseek_v3", "gpt_oss"])
+KINDS = some(mixtures.KINDS, ["gpt_oss"])
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 

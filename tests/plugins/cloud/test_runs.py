@@ -99,6 +99,7 @@ def test_a_run_in_s3_goes_on_on_a_fresh_machine_to_the_bit(project, whole, bucke
     assert bucket.get("metrics.jsonl") == (folder / "metrics.jsonl").read_bytes()
 
 
+@pytest.mark.proof
 def test_a_run_in_memory_is_the_same_run(project, whole, memory, tmp_path):
     folder = train(project, "memory://runs/tiny", tmp_path, checkpoint__save_steps=4)
     assert_is(folder, whole)
@@ -257,6 +258,7 @@ def test_the_put_of_the_manifest_fails_and_is_done_again(project, bucket, server
     assert len(seen) > 1
 
 
+@pytest.mark.proof
 def test_a_store_that_stays_away_is_an_error_and_the_same_command_uploads_the_rest(
     project, whole, bucket, server, tmp_path
 ):

@@ -163,7 +163,14 @@ def test_the_template_is_written_without_marks_and_writes_the_same(tmp_path):
     assert own.apply_chat_template(turns, chat_template=template, tokenize=False) == expected
 
 
-@pytest.mark.parametrize("saved", [None, ["embed_tokens", "lm_head"], ["embed_tokens"]])
+@pytest.mark.parametrize(
+    "saved",
+    [
+        pytest.param(None, marks=pytest.mark.proof),
+        ["embed_tokens", "lm_head"],
+        pytest.param(["embed_tokens"], marks=pytest.mark.proof),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 def test_an_adapter_is_merged_and_new_tokens_are_in_the_file(tmp_path, saved):
     base = save(tmp_path / "base", "qwen2")

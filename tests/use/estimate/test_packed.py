@@ -130,6 +130,7 @@ def test_several_processes_are_refused_as_in_training(tmp_path):
         make_plan(made, Machine(2, on_gpu=False))
 
 
+@pytest.mark.proof
 def test_on_a_gpu_products_are_of_bfloat16(tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 512}
     made = recipe(tmp_path, changes=sizes, method=LORA, model={"quantization_bit": 4})

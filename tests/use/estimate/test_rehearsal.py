@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
         pytest.param("fp32", True, False, marks=pytest.mark.proof),
         ("fp32", False, False),
         pytest.param("fp32", True, True, marks=pytest.mark.proof),
-        ("bf16", True, False),
+        pytest.param("bf16", True, False, marks=pytest.mark.proof),
         ("bf16", False, True),
     ],
 )
@@ -126,6 +126,7 @@ def test_a_layer_keeps_what_the_formula_says(tmp_path):
     assert found[1] - found[0] == 3 * 42 * 4 * (norms + attention + 4 * inner)
 
 
+@pytest.mark.proof
 def test_every_more_document_keeps_as_much_without_a_mask(tmp_path):
     made = recipe(tmp_path)
     one, two, three = (
