@@ -107,6 +107,7 @@ def goes_on(saved, model, forms, **parallel):
     ranks.run(2, work, **parallel)
 
 
+@pytest.mark.proof
 def test_two_go_on_with_the_same_strategy_and_from_four_without_a_merge(saved, model):
     goes_on(saved, model, ["same", "distributed"], tp=2)
 

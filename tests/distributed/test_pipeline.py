@@ -84,7 +84,7 @@ def test_four_share_layers_and_more(parallel, tmp_path):
 @pytest.mark.parametrize(
     ("schedule", "size"),
     [
-        ("gpipe", 1),
+        pytest.param("gpipe", 1, marks=pytest.mark.proof),
         ("interleaved", 6),
         pytest.param("gpipe", 6, marks=pytest.mark.proof),
         pytest.param("interleaved", 1, marks=pytest.mark.proof),

@@ -68,7 +68,7 @@ def test_in_bfloat16_the_sums_are_rounded(tmp_path):
     "method",
     [
         Freeze(num_layers=1, modules=("mlp",), extra_modules=("norm",)),
-        ADAPTER,
+        pytest.param(ADAPTER, marks=pytest.mark.proof),
         pytest.param(
             LoRA(rank=2, dropout=0.3, modules_to_save=("lm_head",)), marks=pytest.mark.proof
         ),

@@ -54,7 +54,7 @@ def tensors_of(folder):
 
 
 CASES = {"full": FULL, "lora": ADAPTER}
-FEW = [("lora", PAIRS[1]), ("full", PAIRS[2])]
+FEW = [("full", PAIRS[2])]
 MANY = [(case, mesh) for case in CASES for mesh in [*PAIRS, *FOURS] if (case, mesh) not in FEW]
 
 

@@ -132,6 +132,7 @@ def test_a_rolled_back_run_does_not_pick_up_the_abandoned_later_steps(tmp_path):
     assert steps(project.run) == [4, 8, 12]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("kind", [pytest.param("mixtral", marks=pytest.mark.proof), "qwen3_moe"])
 def test_the_experts_of_a_mixture_are_not_lost_between_disk_and_module_names(tmp_path, kind):
     """transformers#43701: the file has other names than the module, and experts stay random."""

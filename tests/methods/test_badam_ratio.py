@@ -153,7 +153,7 @@ def test_state_and_gradients_are_of_the_size_of_the_ratio():
     ("mask", "dtype"),
     [
         pytest.param("scatter", torch.float32, marks=pytest.mark.proof),
-        ("adjacent", torch.bfloat16),
+        pytest.param("adjacent", torch.bfloat16, marks=pytest.mark.proof),
         pytest.param("adjacent", torch.float32, marks=pytest.mark.proof),
         pytest.param("scatter", torch.bfloat16, marks=pytest.mark.proof),
     ],

@@ -342,7 +342,7 @@ class LastLayer(Full):
     ("name", "choices", "made"),
     [
         ("optim", OPTIMIZERS, SignDescent(learning_rate=1e-3, schedule="constant")),
-        ("method", METHODS, LastLayer(depth=1)),
+        pytest.param("method", METHODS, LastLayer(depth=1), marks=pytest.mark.proof),
     ],
 )
 def test_an_optimizer_or_method_of_ones_own_trains_and_resumes(

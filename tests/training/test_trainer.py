@@ -31,7 +31,7 @@ METHODS = {"full": Full(), "freeze": Freeze(num_layers=1), "lora": LoRA(rank=2, 
 @pytest.mark.parametrize(
     ("method", "packing"),
     [
-        ("full", True),
+        pytest.param("full", True, marks=pytest.mark.proof),
         ("lora", False),
         pytest.param("full", False, marks=pytest.mark.proof),
         pytest.param("lora", True, marks=pytest.mark.proof),

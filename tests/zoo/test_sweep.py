@@ -24,7 +24,7 @@ def cells(row):
     return {column: cell for column, (cell, _) in row.items()}
 
 
-@pytest.mark.parametrize("name", some(SAMPLE, ["llama4_text", "gptj"]))
+@pytest.mark.parametrize("name", some(SAMPLE, ["llama4_text"]))
 def test_an_architecture_does_what_the_table_says(name, tmp_path):
     found = sweep.row(name, tmp_path / "model", SAMPLE[name])
     expected = {column: page.read()[name][column] for column in SAMPLE[name]}

@@ -96,7 +96,6 @@ def test_the_focus_is_on_the_new_page_after_a_link_in_the_old_one(page, server):
     page.wait("return document.activeElement.id === 'main'")
 
 
-@pytest.mark.proof
 def test_the_theme_is_changed_twice_with_the_same_key(page, server):
     show(page, server, "#/new?file=mine.yaml")
     theme = "return document.documentElement.dataset.theme"
@@ -119,7 +118,6 @@ def test_a_form_is_filled_in_from_field_to_field(page, server):
     assert page.run("return document.activeElement.id") == there
 
 
-@pytest.mark.proof
 def test_a_click_on_a_command_selects_all_of_it_to_be_copied(page, server):
     show(page, server, "#/new?file=mine.yaml")
     page.wait_for("surefoot train mine.yaml")

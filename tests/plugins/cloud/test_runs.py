@@ -319,6 +319,7 @@ def test_an_upload_goes_on_when_the_trainer_is_killed(project, bucket, server, t
     assert bucket.committed() == [3]
 
 
+@pytest.mark.proof
 def test_sigterm_does_not_cut_the_last_upload_short(project, bucket, server, tmp_path):
     begun = []
 

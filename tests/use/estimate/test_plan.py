@@ -226,7 +226,7 @@ ADAPTERS = {"lora": {"rank": 4, "parts": ["tower", "language"]}}
             ("gemma3", True, FULL),
             *((kind, False, ADAPTERS) for kind in pictures.KINDS),
         ],
-        [("qwen2_vl", False, FULL), ("gemma3", True, FULL), ("idefics3", False, ADAPTERS)],
+        [("gemma3", True, FULL), ("idefics3", False, ADAPTERS)],
     ),
 )
 def test_the_layers_for_pictures_are_counted_as_they_really_keep(

@@ -92,6 +92,7 @@ def test_the_peak_is_that_of_the_first_of_two(
     assert found.peak - found.optimizer == pytest.approx(peak, rel=0.15)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "sequence", [pytest.param(False, marks=pytest.mark.proof), True], ids=["", "sequence"]
 )
