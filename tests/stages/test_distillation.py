@@ -80,7 +80,7 @@ def test_the_base_under_an_adapter_is_its_teacher_without_a_second_model(tmp_pat
     caplog.set_level(logging.INFO)
     method = {"lora": {"rank": 2, "dropout": 0.2, "freeze_a": True}}
     settings = {"teacher": None, "on_policy": 0.5, "max_new_tokens": 5, "sft_weight": 1.0}
-    one = project(tmp_path, settings=settings, method=method, train={"max_steps": 3})
+    one = project(tmp_path, settings=settings, method=method, train={"max_steps": 5})
     surefoot.train(one.recipe)
     assert "teacher: the base under the adapter, without a second model" in caplog.text
     shutil.copytree(tmp_path / "model", tmp_path / "copy")
