@@ -99,7 +99,7 @@ def test_adapters_share_passes_unless_their_layers_forbid_it(client):
 
 
 def test_answers_stay_the_same_while_adapters_come_and_go(folder, client):
-    bodies = [asked(name, number, max_tokens=20) for number, name in enumerate(["base", *RANKS])]
+    bodies = [asked(name, number, max_tokens=40) for number, name in enumerate(["base", *RANKS])]
     alone = [answer(client, body) for body in bodies]
     is_over = threading.Event()
 
