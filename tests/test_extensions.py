@@ -84,6 +84,7 @@ def test_a_package_adds_a_stage_an_optimizer_and_a_callback(seen, tmp_path):
     assert_same(final_weights(project.run), expected)
 
 
+@pytest.mark.proof
 def test_its_focal_loss_at_gamma_0_is_that_of_sft(seen, tmp_path):
     measured = {"max_steps": 2, "eval_steps": 2}
     project = Project(tmp_path, train=measured, data={"val_size": 4})

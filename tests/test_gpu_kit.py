@@ -393,6 +393,7 @@ def test_every_test_is_a_result_and_only_those_that_passed_stand(tmp_path):
     assert "no_such_module" in errors["test_unknown.py"]
 
 
+@pytest.mark.proof
 def test_the_suite_leaves_a_result_of_each_test_that_failed_and_the_count_of_all(tmp_path):
     (tmp_path / "pyproject.toml").write_text(OWN_MARK)
     (tmp_path / "test_some.py").write_text(TESTS.replace("pytestmark = pytest.mark.gpu", ""))
@@ -445,8 +446,8 @@ def tiny_work(tmp_path_factory):
     ("part", "only", "figure"),
     [
         ("speed", "head 151,936 x 2,048, heads", ""),
-        ("save", "full 1.7B, surefoot", "first_step_after_s"),
-        ("profile", "full 1.7B, chats, surefoot", "kernels"),
+        pytest.param("save", "full 1.7B, surefoot", "first_step_after_s", marks=pytest.mark.proof),
+        pytest.param("profile", "full 1.7B, chats, surefoot", "kernels", marks=pytest.mark.proof),
         pytest.param("speed", "full 1.7B, chats, surefoot", "operations", marks=pytest.mark.proof),
     ],
 )

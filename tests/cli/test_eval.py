@@ -155,7 +155,7 @@ def test_answers_that_cannot_be_written_are_an_error(project, tmp_path):
     assert "generations" not in done.stdout
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", [pytest.param("full", marks=pytest.mark.proof), "lora"])
 def test_of_pairs_the_rewards_are_those_that_training_logged(method, tmp_path):
     made = Project(
         tmp_path,

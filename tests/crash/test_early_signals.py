@@ -6,11 +6,13 @@ import shutil
 import signal
 import subprocess
 import time
+from itertools import product
 
 import pytest
 
 import surefoot
 import warm
+from each import some
 from project import Project, assert_same, checkpoints, final_weights, start
 from surefoot.checkpoint.verification import verify
 
@@ -45,8 +47,13 @@ def expected(number):
     return {-number, 128 + number, 0}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("seconds", [0.05, 0.5])
+@pytest.mark.parametrize(
+    ("seconds", "number"),
+    some(
+        [*product((0.05, 0.5), (signal.SIGTERM, signal.SIGHUP))],
+        [(0.05, signal.SIGHUP), (0.5, signal.SIGTERM)],
+    ),
+)
 def test_a_start_that_is_broken_off_is_as_none(number, seconds, project):
     code, err = ended(project, number, seconds, warm.Popen)
     assert code in expected(number), (code, err)

@@ -41,7 +41,7 @@ def kill_at_calls(start, target, step):
 
 
 def test_killed_at_many_calls(start, scratch):
-    kill_at_calls(start, scratch / "victims", step=9)
+    kill_at_calls(start, scratch / "victims", step=17)
 
 
 @pytest.mark.proof
@@ -49,9 +49,9 @@ def test_killed_before_within_and_after_every_call(start, scratch):
     assert kill_at_calls(start, scratch / "all-victims", step=1) > 300
 
 
-@pytest.mark.parametrize("how", ["direct", "background"])
+@pytest.mark.parametrize("how", [pytest.param("direct", marks=pytest.mark.proof), "background"])
 def test_killed_at_random_moments(scratch, how):
-    assert int(run("crash.runner", scratch / f"few-{how}", 25, how)) > 0
+    assert int(run("crash.runner", scratch / f"few-{how}", 12, how)) > 0
 
 
 @pytest.mark.proof

@@ -66,6 +66,7 @@ def assert_no_worse_for_kills(tmp_path, kind, moment, *, has_cache, **changes):
     assert_same(final_state(killed.train.folder), final_state(whole.train.folder))
 
 
+@pytest.mark.proof
 def test_killed_at_every_save_without_its_token_cache_it_ends_in_the_same_bits(tmp_path):
     assert_no_worse_for_kills(tmp_path, "qwen2_vl", "begun", has_cache=False)
 

@@ -82,7 +82,13 @@ def test_whatever_the_disk_forgets_in_thousands_of_ways(start, scratch):
     assert list(losses(disk, start, scratch)) == []
 
 
-@pytest.mark.parametrize("forgotten", ["files", pytest.param("folders", marks=pytest.mark.proof)])
+@pytest.mark.parametrize(
+    "forgotten",
+    [
+        pytest.param("files", marks=pytest.mark.proof),
+        pytest.param("folders", marks=pytest.mark.proof),
+    ],
+)
 def test_the_model_catches_a_save_that_does_not_flush(start, scratch, monkeypatch, forgotten):
     """The proof proves something: it finds losses as soon as one kind of flush is left out."""
     if forgotten == "files":

@@ -60,7 +60,7 @@ def lost_at(root):
     return set(range(1, last + 1)) - logged
 
 
-@pytest.mark.parametrize("beside", [(METRICS,), ()])
+@pytest.mark.parametrize("beside", [pytest.param((METRICS,), marks=pytest.mark.proof), ()])
 def test_no_step_of_a_checkpoint_is_missing_in_the_log(beside, scratch):
     lost = [steps for steps in missing(scratch, beside=beside) if steps]
     assert bool(lost) == (not beside)  # without the flush the model finds losses

@@ -62,7 +62,9 @@ def names(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-@pytest.mark.parametrize("options", [FULL, CROWDED], ids=["no space", "no inodes"])
+@pytest.mark.parametrize(
+    "options", [FULL, pytest.param(CROWDED, marks=pytest.mark.proof)], ids=["no space", "no inodes"]
+)
 @pytest.mark.parametrize("command", ["export", "convert"])
 def test_what_is_written_elsewhere_leaves_nothing_on_a_full_disk(command, options, project):
     source = checkpoints(project.run)[-1]
@@ -83,7 +85,9 @@ def test_what_is_written_elsewhere_leaves_nothing_on_a_full_disk(command, option
         assert verify(disk / "out").ok
 
 
-@pytest.mark.parametrize("options", ["size=4k", "size=64m,nr_inodes=1"])
+@pytest.mark.parametrize(
+    "options", ["size=4k", pytest.param("size=64m,nr_inodes=1", marks=pytest.mark.proof)]
+)
 def test_answers_that_do_not_fit_are_said(options, project, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": "hen " * 20}) + "\n" for _ in range(60)))
@@ -92,7 +96,9 @@ def test_answers_that_do_not_fit_are_said(options, project, tmp_path):
         assert "the disk " in said(*words, "generate.max_new_tokens=2")
 
 
-@pytest.mark.parametrize("options", [FULL, CROWDED], ids=["no space", "no inodes"])
+@pytest.mark.parametrize(
+    "options", [FULL, pytest.param(CROWDED, marks=pytest.mark.proof)], ids=["no space", "no inodes"]
+)
 def test_a_run_on_a_full_disk_says_so_and_goes_on_when_there_is_room(options, project):
     with small_disk(options) as disk:
         words = ["train", str(project.recipe), f"train.output_dir={disk / 'run'}"]

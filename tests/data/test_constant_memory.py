@@ -12,7 +12,7 @@ from surefoot.data.store import _shards
 from surefoot.data.text.collation import collate
 from surefoot.data.training_data import Encoding, encode_stream, open_stream, prepare
 
-FEW, MANY = 4_000, 8_000
+FEW, MANY = 2_000, 4_000
 TEXT = "so it goes on and on " * 100
 
 
@@ -68,7 +68,7 @@ def test_a_stream_takes_the_same_memory_whatever_its_length(tmp_path, monkeypatc
     few, many = (section(tmp_path / str(rows), rows) for rows in (FEW, MANY))
     stream_an_epoch(section(tmp_path / "warm up", 100))
     bounds = [peak(partial(stream_an_epoch, data)) for data in (few, many)]
-    assert bounds[1] < bounds[0] + 200_000  # of 8 MB more text, in 8 more shards that are open
+    assert bounds[1] < bounds[0] + 200_000  # of 4 MB more text, in 4 more shards that are open
 
 
 def test_a_whole_dataset_takes_a_few_bytes_of_memory_for_an_example(tmp_path):

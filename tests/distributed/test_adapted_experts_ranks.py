@@ -5,6 +5,7 @@ import pytest
 import folders
 import mixtures
 import ranks
+from each import some
 from spread import learn, save
 from surefoot.errors import RecipeError
 from surefoot.methods import LoRA
@@ -19,8 +20,7 @@ SHARED = (
     "shared_experts.up_proj",
     "shared_experts.down_proj",
 )
-FEW = ("deepseek_v3", "phimoe")
-KINDS = [k if k in FEW else pytest.param(k, marks=pytest.mark.proof) for k in mixtures.KINDS]
+KINDS = some(mixtures.KINDS, ["deepseek_v3"])
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 

@@ -21,7 +21,7 @@ BASE = {"base_model.vera_A", "base_model.vera_B"}  # which each layer shares
     ("method", "axis", "shared"),
     [
         (VERA, "pp", BASE),
-        (OFT(block_size=4), "dp_shard", set()),
+        pytest.param(OFT(block_size=4), "dp_shard", set(), marks=pytest.mark.proof),
         pytest.param(VERA, "dp_shard", BASE, marks=pytest.mark.proof),
     ],
     ids=["vera-pp", "oft-dp_shard", "vera-dp_shard"],

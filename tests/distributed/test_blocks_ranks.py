@@ -25,8 +25,6 @@ SETTINGS = {
 MESHES = [{"dp_shard": 2}, {"tp": 2}, {"dp_replicate": 2, "dp_shard": 1}]
 FEW = [
     ("badam", MESHES[1]),
-    ("lisa", MESHES[0]),
-    ("scatter", MESHES[0]),
 ]
 NOT_BY_TP = ("ratio", "scatter")
 MANY = [

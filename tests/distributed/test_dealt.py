@@ -24,7 +24,10 @@ def lengths(made, window):
     return [int(dealt[group].sum()) for group in made.windows.loader.batching.groups(dealt)]
 
 
-@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize(
+    "packing",
+    [pytest.param(True, marks=pytest.mark.proof), pytest.param(False, marks=pytest.mark.proof)],
+)
 def test_two_ranks_learn_what_one_does_to_float64(packing, tmp_path):
     changes = {"packing": packing, "train": TRAIN, "examples": examples(), **DOUBLE}
     compare(2, tmp_path, parallel={"dp_shard": 2}, steps=4, close=CLOSE, **changes)

@@ -107,6 +107,7 @@ def goes_on(saved, model, forms, **parallel):
     ranks.run(2, work, **parallel)
 
 
+@pytest.mark.proof
 def test_two_go_on_with_the_same_strategy_and_from_four_without_a_merge(saved, model):
     goes_on(saved, model, ["same", "distributed"], tp=2)
 
@@ -151,7 +152,12 @@ def experts_of(made):
 
 
 @pytest.mark.parametrize(
-    ("kind", "family"), [("qwen3_moe", "mcore-fused"), ("mixtral", "legacy")], ids=["qwen3", "mixt"]
+    ("kind", "family"),
+    [
+        pytest.param("qwen3_moe", "mcore-fused", marks=pytest.mark.proof),
+        pytest.param("mixtral", "legacy", marks=pytest.mark.proof),
+    ],
+    ids=["qwen3", "mixt"],
 )
 def test_the_moments_of_experts_are_gone_on_from(kind, family, tmp_path):
     def fresh(world):

@@ -76,7 +76,7 @@ def test_no_process_has_all_logits(kind, method, tmp_path):
     assert ranks.run(2, widths, tp=2) == [(49, 97), (48, 97)]
 
 
-@pytest.mark.parametrize("axis", ["tp", "pp"])
+@pytest.mark.parametrize("axis", [pytest.param("tp", marks=pytest.mark.proof), "pp"])
 def test_two_processes_learn_smoothed_labels_as_one_does(axis, tmp_path):
     stage = SFT(label_smoothing_factor=0.2)
     expected = learn(trainer(ALONE, tmp_path, stage=stage, **UNEVEN), 2)

@@ -120,6 +120,7 @@ def test_a_run_of_two_ranks_chooses_a_size_and_keeps_it(tmp_path):
     assert losses(project.run).keys() == {1, 2, 3}
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "mesh",
     [

@@ -119,7 +119,7 @@ def resumed(world, folder):
     return weights(trained)
 
 
-@pytest.mark.parametrize("layout", ["full", "distributed"])
+@pytest.mark.parametrize("layout", ["full", pytest.param("distributed", marks=pytest.mark.proof)])
 def test_factors_of_two_ranks_are_saved_and_resharded(layout, tmp_path):
     def work(world):
         trained = made(world)

@@ -80,6 +80,7 @@ def compare(folder, count, forms, **parallel):
             assert_as_alone(found, expected)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("kind", ["qwen2_vl"])
 def test_four_ranks_of_which_some_have_no_picture_have_the_gradients_of_one(folder):
     compare(folder, 4, [(1, True), (2, False)], dp_shard=4)

@@ -27,7 +27,9 @@ ONES = {"micro_batch_size": 1}  # six micro-batches, of as many lengths
     [
         pytest.param({"kind": "llama", **UNEVEN}, marks=pytest.mark.proof),
         {"kind": "qwen2", **UNEVEN},  # tied, with biases
-        {"kind": "gemma2", "packing": True},  # scaled embeddings, capped logits, sliding windows
+        pytest.param(
+            {"kind": "gemma2", "packing": True}, marks=pytest.mark.proof
+        ),  # scaled embeddings, capped logits, sliding windows
         pytest.param({"kind": "mistral"}, marks=pytest.mark.proof),
     ],
     ids=lambda changes: changes["kind"] + " packed" * changes.get("packing", False),
@@ -39,8 +41,11 @@ def test_two_share_the_layers(changes, tmp_path):
 @pytest.mark.parametrize(
     "method",
     [
-        FREEZE,
-        Freeze(num_layers=1, modules=("mlp",), extra_modules=("embed_tokens",)),
+        pytest.param(FREEZE, marks=pytest.mark.proof),
+        pytest.param(
+            Freeze(num_layers=1, modules=("mlp",), extra_modules=("embed_tokens",)),
+            marks=pytest.mark.proof,
+        ),
         LoRA(rank=2, modules_to_save=("lm_head", "embed_tokens")),
     ],
     ids=["freeze", "freeze but embeddings", "lora with embeddings and head"],
@@ -49,7 +54,9 @@ def test_frozen_weights_and_adapters_are_shared_out_as_well(method, tmp_path):
     compare(2, tmp_path, parallel={"pp": 2}, method=method, train=ONES, **UNEVEN)
 
 
-@pytest.mark.parametrize("method", [FREEZE, ADAPTER], ids=["freeze", "lora"])
+@pytest.mark.parametrize(
+    "method", [pytest.param(FREEZE, marks=pytest.mark.proof), ADAPTER], ids=["freeze", "lora"]
+)
 def test_packed_rows_with_recomputed_activations(method, tmp_path):
     changes = {"method": method, "packing": True, "recompute": True, "train": ONES}
     compare(2, tmp_path, parallel={"pp": 2}, **changes)
@@ -63,7 +70,9 @@ def test_packed_rows_with_recomputed_activations(method, tmp_path):
             for parallel in ({"pp": 2, "dp_shard": 2}, {"pp": 2, "dp_replicate": 2}, {"pp": 4})
         ),
         {"pp": 2, "tp": 2},
-        {"pp": 2, "dp_shard": 2, "pp_schedule": "interleaved"},
+        pytest.param(
+            {"pp": 2, "dp_shard": 2, "pp_schedule": "interleaved"}, marks=pytest.mark.proof
+        ),
     ],
     ids=str,
 )
@@ -75,7 +84,7 @@ def test_four_share_layers_and_more(parallel, tmp_path):
 @pytest.mark.parametrize(
     ("schedule", "size"),
     [
-        ("gpipe", 1),
+        pytest.param("gpipe", 1, marks=pytest.mark.proof),
         ("interleaved", 6),
         pytest.param("gpipe", 6, marks=pytest.mark.proof),
         pytest.param("interleaved", 1, marks=pytest.mark.proof),
@@ -106,11 +115,13 @@ def compare_exactly(count, folder, *, parallel, **changes):
             torch.testing.assert_close(tensor, expected[name], rtol=1e-7, atol=1e-9, msg=name)
 
 
+@pytest.mark.proof
 def test_in_float64_only_rounding_is_left(tmp_path):
     changes = {"kind": "qwen2", "train": ONES, **UNEVEN}
     compare_exactly(4, tmp_path, parallel={"pp": 2, "tp": 2}, **changes)
 
 
+@pytest.mark.proof
 def test_in_bfloat16_the_sums_are_rounded(tmp_path):
     train = {"precision": "bf16", **ONES}
     compare(2, tmp_path, parallel={"pp": 2}, close=5e-3, train=train, **UNEVEN)

@@ -26,8 +26,10 @@ def compare_parts(count, folder, *, parallel, **changes):
     "changes",
     [
         {"kind": "qwen2", "packing": True, **UNEVEN},  # tied, with biases
-        {"kind": "gemma2", "packing": True},  # four norms in a layer, capped logits
-        {"kind": "phi3"},  # attention that all do whole
+        pytest.param(
+            {"kind": "gemma2", "packing": True}, marks=pytest.mark.proof
+        ),  # four norms in a layer, capped logits
+        pytest.param({"kind": "phi3"}, marks=pytest.mark.proof),  # attention that all do whole
         *(
             pytest.param(changes, marks=pytest.mark.proof)
             for changes in (
@@ -57,6 +59,7 @@ def test_four_share_two_key_value_heads_and_fewer_tokens(tmp_path):
     compare_parts(4, tmp_path, parallel=FOUR, kind="qwen3", method=ADAPTER, **UNEVEN)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("replicate", [pytest.param(1, marks=pytest.mark.proof), 2])
 def test_each_of_two_parts_is_sharded_or_copied_again(replicate, tmp_path):
     parallel = {**TWO, "dp_replicate": replicate}
@@ -75,6 +78,7 @@ def compare_stages(folder, schedule="1f1b", **changes):
     compare_pipelines(4, folder, parallel=parallel, **changes)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "changes",
     [
@@ -100,6 +104,7 @@ def test_two_stages_of_any_model_pass_parts_of_the_tokens_on(
     compare_stages(tmp_path, close=1e-10, **changes)
 
 
+@pytest.mark.proof
 def test_in_bfloat16_the_sums_are_rounded(tmp_path):
     train = {"precision": "bf16"}
     compare_parts(2, tmp_path, parallel=TWO, close=5e-3, train=train, **UNEVEN)
@@ -109,9 +114,11 @@ def test_in_bfloat16_the_sums_are_rounded(tmp_path):
     "method",
     [
         FREEZE,
-        ADAPTER,
+        pytest.param(ADAPTER, marks=pytest.mark.proof),
         LoRA(rank=2, modules_to_save=("lm_head", "input_layernorm")),
-        LoRA(rank=2, targets=("lm_head", "down_proj", "k_proj")),
+        pytest.param(
+            LoRA(rank=2, targets=("lm_head", "down_proj", "k_proj")), marks=pytest.mark.proof
+        ),
     ],
     ids=["freeze", "lora", "lora with saved modules", "lora beside the head"],
 )
@@ -119,6 +126,7 @@ def test_frozen_weights_and_adapters(method, tmp_path):
     compare_parts(2, tmp_path, parallel=TWO, method=method, **UNEVEN)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "method", [pytest.param(Full(), marks=pytest.mark.proof), ADAPTER], ids=["full", "lora"]
 )
@@ -147,6 +155,7 @@ def test_tokens_that_do_not_divide_are_refused_not_waited_for(tmp_path):
     assert ranks.run(2, forward, **TWO) == [True, True]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "method",
     [pytest.param(Full(), marks=pytest.mark.proof), LoRA(rank=2, dropout=0.3)],

@@ -54,7 +54,7 @@ def same(found, expected):
 @pytest.mark.parametrize(
     ("parallel", "method"),
     [
-        ({"dp_shard": 2}, Full()),
+        pytest.param({"dp_shard": 2}, Full(), marks=pytest.mark.proof),
         ({"tp": 2}, LoRA(rank=2)),
         pytest.param({"dp_shard": 2}, LoRA(rank=2), marks=pytest.mark.proof),
         pytest.param({"tp": 2}, Full(), marks=pytest.mark.proof),

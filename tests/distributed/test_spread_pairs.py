@@ -55,10 +55,10 @@ def rows(made):
 @pytest.mark.parametrize(
     "parallel",
     [
-        {"tp": 2},
+        pytest.param({"tp": 2}, marks=pytest.mark.proof),
         {"tp": 2, "sequence_parallel": True},
         {"pp": 2},
-        {"dp_shard": 2},
+        pytest.param({"dp_shard": 2}, marks=pytest.mark.proof),
     ],
     ids=str,
 )

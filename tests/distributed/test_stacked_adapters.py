@@ -48,7 +48,14 @@ def close(figures, expected):
         assert ours == pytest.approx(theirs, abs=CLOSE, rel=CLOSE)
 
 
-@pytest.mark.parametrize("case", ["pissa", pytest.param("olora", marks=pytest.mark.proof), "below"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param("pissa", marks=pytest.mark.proof),
+        pytest.param("olora", marks=pytest.mark.proof),
+        "below",
+    ],
+)
 def test_two_shards_train_what_one_rank_does_and_resume_to_the_same_bits(case, folder, tmp_path):
     alone = start(ALONE, folder, case)
     first = save(alone, tmp_path / "alone")

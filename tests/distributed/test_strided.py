@@ -54,6 +54,7 @@ def look(world, folder):
     return save(made, folder), boxes(tensors[NAME], NAME, made), theirs
 
 
+@pytest.mark.proof
 @pytest.mark.filterwarnings("ignore")
 def test_97_rows_on_four_times_two_processes(tmp_path):
     found = ranks.run(8, lambda world: look(world, tmp_path), dp_shard=4, tp=2, timeout=120)

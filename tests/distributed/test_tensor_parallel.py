@@ -16,8 +16,8 @@ ALL_BUT_QWEN3 = [pytest.param(kind, marks=pytest.mark.proof) for kind in ("llama
 @pytest.mark.parametrize(
     "changes",
     [
-        {"kind": "qwen2", **UNEVEN},  # tied, with biases
-        {"kind": "gemma2", "packing": True},
+        pytest.param({"kind": "qwen2", **UNEVEN}, marks=pytest.mark.proof),  # tied, with biases
+        pytest.param({"kind": "gemma2", "packing": True}, marks=pytest.mark.proof),
         {"kind": "phi3"},  # query, key and value in one matrix
         *(
             pytest.param(changes, marks=pytest.mark.proof)
@@ -43,7 +43,7 @@ def test_four_share_two_key_value_heads(kind, tmp_path):
     ("kind", "replicate"),
     [
         ("llama", 2),
-        ("qwen2", 1),
+        pytest.param("qwen2", 1, marks=pytest.mark.proof),
         pytest.param("llama", 1, marks=pytest.mark.proof),
         pytest.param("qwen2", 2, marks=pytest.mark.proof),
     ],
@@ -53,6 +53,7 @@ def test_each_of_two_parts_is_sharded_or_copied_again(kind, replicate, tmp_path)
     compare(4, tmp_path, parallel=parallel, kind=kind, **UNEVEN)
 
 
+@pytest.mark.proof
 def test_in_float64_only_rounding_is_left(tmp_path):
     changes = {"kind": "qwen2", "dtype": torch.float64, **UNEVEN}
     compare(4, tmp_path, parallel={"tp": 2, "dp_shard": 2}, close=1e-10, **changes)
@@ -67,8 +68,10 @@ def test_in_bfloat16_the_sums_are_rounded(tmp_path):
     "method",
     [
         Freeze(num_layers=1, modules=("mlp",), extra_modules=("norm",)),
-        ADAPTER,
-        LoRA(rank=2, dropout=0.3, modules_to_save=("lm_head",)),
+        pytest.param(ADAPTER, marks=pytest.mark.proof),
+        pytest.param(
+            LoRA(rank=2, dropout=0.3, modules_to_save=("lm_head",)), marks=pytest.mark.proof
+        ),
     ],
     ids=["freeze", "lora", "lora with dropout"],
 )
@@ -76,11 +79,13 @@ def test_frozen_weights_and_adapters_are_cut_as_well(method, tmp_path):
     compare(2, tmp_path, parallel={"tp": 2}, method=method, **UNEVEN)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.proof)])
 def test_an_adapter_beside_parts_of_parts(tp, tmp_path):
     compare(4, tmp_path, parallel={"tp": tp}, method=ADAPTER, kind="qwen2", **UNEVEN)
 
 
+@pytest.mark.proof
 def test_packed_rows_with_recomputed_activations(tmp_path):
     compare(2, tmp_path, parallel={"tp": 2}, packing=True, recompute=True, method=ADAPTER)
 

@@ -90,7 +90,15 @@ def is_loaded_on(count, folder):
 
 
 @pytest.mark.parametrize("layout", ["full", "distributed"])
-@pytest.mark.parametrize(("writers", "readers"), [(1, (2,)), (2, (1, 4)), (4, (2,))], ids=str)
+@pytest.mark.parametrize(
+    ("writers", "readers"),
+    [
+        pytest.param(1, (2,), marks=pytest.mark.proof),
+        (2, (1, 4)),
+        pytest.param(4, (2,), marks=pytest.mark.proof),
+    ],
+    ids=str,
+)
 def test_any_ranks_load_what_any_ranks_saved(writers, readers, layout, tmp_path):
     folder = write_from(writers, tmp_path, layout)
     assert verify(folder, full=True).ok

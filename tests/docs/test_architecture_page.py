@@ -40,13 +40,14 @@ class Calls:
             ["A training batch, from file to update", "A checkpoint, from memory to disk"],
             {"checkpoint": {"save_steps": 1, "async_save": False}},
         ),
-        (
+        pytest.param(
             ["A window of GRPO, from prompts to a loss"],
             {
                 "stage": {"grpo": GRPO},
                 "method": {"lora": {"rank": 2}},
                 "data": {"datasets": ["sums"]},
             },
+            marks=pytest.mark.proof,
         ),
     ],
 )

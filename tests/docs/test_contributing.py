@@ -25,6 +25,7 @@ def confident(tmp_path, monkeypatch):
     return module.Confident
 
 
+@pytest.mark.proof
 def test_the_new_stage_trains_and_its_setting_matters(confident, tmp_path):
     recipe = load(Project(tmp_path / "project", train={"max_steps": 3}).recipe)
     first = {}

@@ -36,6 +36,7 @@ def test_the_page_about_other_loops_works_from_top_to_bottom(tmp_path, monkeypat
     ]
 
 
+@pytest.mark.proof
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")  # there is no GPU
 def test_the_page_about_the_trainer_trains_and_goes_on(tmp_path, capsys):
     train = run("with-the-trainer.md")["train"]

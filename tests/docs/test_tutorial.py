@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from pages import DEMO, README, ROOT, SHELLS, TUTORIAL, blocks, name, steps
 
 import forks
+from each import some
 from project import checkpoints, in_child
 from surefoot.cli.main import main
 from surefoot.data.rows.catalog import Catalog
@@ -89,7 +90,7 @@ def with_real_steps(text):
     return re.sub(r"(runs/[\w-]+)/checkpoint-\d+", newest, text)
 
 
-@pytest.mark.parametrize("page", [README, DEMO, TUTORIAL], ids=name)
+@pytest.mark.parametrize("page", some([README, DEMO, TUTORIAL], [README]), ids=name)
 def test_a_page_works_from_top_to_bottom(page, desk, capsys):
     follow(page)
 

@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 import surefoot
+from each import some
 from folders import save_data, save_model, save_recipe
 from surefoot.cli.main import main
 
@@ -47,7 +48,7 @@ def project(tmp_path_factory):
         yield folder
 
 
-@pytest.mark.parametrize("page", NAMES)
+@pytest.mark.parametrize("page", some(NAMES, ["chat", "predict"]))
 def test_commands_run_as_they_stand(project, page):
     assert commands(page)
     for command in commands(page):

@@ -36,7 +36,7 @@ def test_a_packed_model_has_the_logits_of_the_model_in_steps_and_prompts():
     assert packed.state_dict().keys() == plain.state_dict().keys()
 
 
-@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("threads", [1, 2, pytest.param(4, marks=pytest.mark.proof)])
 @torch.no_grad()
 def test_a_row_of_a_product_is_that_of_float64_whatever_is_beside_it(threads):
     before = torch.get_num_threads()

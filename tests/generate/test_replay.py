@@ -8,6 +8,7 @@ from test_engine import LIKE_OTHERS, cache_in, calls, random_prompts, theirs
 from torch import nn
 
 from answering import sample
+from each import some
 from surefoot.generate._proof import driver_of
 from surefoot.generate._replay import RecordedSteps
 from surefoot.generate._slots import SlotCache
@@ -26,7 +27,9 @@ def steps_in(given):
     return [each for each in given if isinstance(cache_in(each), SlotCache)]
 
 
-@pytest.mark.parametrize("name", LIKE_OTHERS)
+@pytest.mark.parametrize(
+    "name", some(LIKE_OTHERS, ["gpt2", "gemma3_text", "deepseek_v3", "mistral"])
+)
 def test_a_long_response_is_that_of_transformers(name):
     """With windows of 8 tokens, which hide some of it."""
     network = architectures.build(name).eval()
@@ -44,7 +47,7 @@ def test_a_long_response_is_that_of_transformers(name):
     assert np.allclose(response.logps, expected, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("lengths", [(5, 5, 5), (5, 9, 16)])
+@pytest.mark.parametrize("lengths", [pytest.param((5, 5, 5), marks=pytest.mark.proof), (5, 9, 16)])
 def test_rows_side_by_side_are_those_of_transformers(lengths):
     network = model(max_position_embeddings=256)
     assert driver_of(network, 120) is not None

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from answering import keeps_bits, near, sample
+from each import some
 from surefoot.generate import generation
 from surefoot.generate.responses import TextUntil, decoder
 from surefoot.generate.section import GenerateSection, with_options
@@ -141,7 +142,7 @@ def network(request):
     return KINDS[request.param]()
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=["greedy", "sampled"])
+@pytest.mark.parametrize("settings", some(SETTINGS, SETTINGS[1:]), ids=["greedy", "sampled"])
 def test_a_response_is_that_without_stop_texts_cut_before_the_first_of_them(network, settings):
     asked = {"stop_token_ids": [2], "seed": 3}
     free = sample(network, PROMPTS, section(**settings), **asked)

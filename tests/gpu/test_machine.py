@@ -78,6 +78,7 @@ class Greedy(TrainerCallback):
             torch.empty(1 << 50, dtype=torch.uint8, device=self.device)
 
 
+@pytest.mark.proof
 def test_a_step_without_memory_ends_with_a_clear_error_and_the_run_is_resumed(device, tmp_path):
     project = Project(tmp_path, train={"max_steps": 6, "output_dir": str(tmp_path / "cut")})
     with pytest.raises(RunError) as raised:

@@ -12,6 +12,7 @@ from torch.utils import _pytree
 import small
 import surefoot
 import tiny
+from each import some
 from project import Project, assert_same, checkpoints, losses
 from surefoot.checkpoint.state.states import RandomState
 from surefoot.methods import Full, LoRA
@@ -64,7 +65,7 @@ def run_with(attention, precision, method):
     return make
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", some(METHODS, ["lora"]))
 @pytest.mark.parametrize("attention", KERNELS)
 def test_every_kernel_of_packed_rows_resumes_to_the_same_bits(attention, method, device, tmp_path):
     kernel_of(attention, device)
@@ -103,7 +104,10 @@ def tensors_of(checkpoint):
     return {(f.name, name): t for f in files for name, t in load_file(f).items()}
 
 
-@pytest.mark.parametrize("stage", ["sft", "dpo"])
+@pytest.mark.parametrize(
+    "stage",
+    [pytest.param("sft", marks=pytest.mark.proof), pytest.param("dpo", marks=pytest.mark.proof)],
+)
 def test_a_recipe_resumes_to_the_same_files(stage, tmp_path):
     """With the kernels that a run selects, dropout, accumulation and background saves."""
     project = Project(

@@ -40,6 +40,7 @@ def test_a_run_that_an_earlier_version_began_goes_on(tmp_path):
     assert list(losses(project.run)) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.proof
 def test_a_half_written_newest_folder_is_not_chosen_for_resume(tmp_path):
     """transformers#35782: the newest name wins, whatever is in it, and every restart fails."""
     project = Project(tmp_path, train={"max_steps": 6})
@@ -131,7 +132,8 @@ def test_a_rolled_back_run_does_not_pick_up_the_abandoned_later_steps(tmp_path):
     assert steps(project.run) == [4, 8, 12]
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+@pytest.mark.proof
+@pytest.mark.parametrize("kind", [pytest.param("mixtral", marks=pytest.mark.proof), "qwen3_moe"])
 def test_the_experts_of_a_mixture_are_not_lost_between_disk_and_module_names(tmp_path, kind):
     """transformers#43701: the file has other names than the module, and experts stay random."""
     from transformers import AutoConfig
@@ -159,6 +161,7 @@ def test_the_experts_of_a_mixture_are_not_lost_between_disk_and_module_names(tmp
     small.assert_same_weights(opened.state_dict(), small.weights(whole))
 
 
+@pytest.mark.proof
 def test_tied_weights_are_stored_once_and_loaded_without_a_warning(tmp_path, caplog):
     """A warning at every resume teaches users to ignore the one that matters."""
     project = Project(tmp_path, kind="qwen2", train={"max_steps": 3})
@@ -213,6 +216,7 @@ def test_files_have_the_modes_the_umask_says(tmp_path, mask):
         assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask, path.name
 
 
+@pytest.mark.proof
 def test_sigterm_saves_the_state_of_a_finished_step_and_no_other(tmp_path):
     """enable_jit_checkpoint saves within a step: other dropout masks, one step done twice."""
     import signal

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from each import some
 from folders import save_data, save_model, save_recipe
 from surefoot.checkpoint.layouts.detection import open_contents
 from surefoot.checkpoint.sources import FolderSource, read_whole
@@ -42,7 +43,7 @@ def model(tmp_path_factory):
     return save_model(folder / "model", "qwen2", **sizes)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", some(FORMS, ["distributed"]))
 def test_a_model_of_mindspores_answers_as_the_one_it_came_from(model, tmp_path, form):
     convert(model, tmp_path / "theirs", FORMS[form])
     found, expected = open_model(tmp_path / "theirs"), open_model(model)
@@ -52,7 +53,7 @@ def test_a_model_of_mindspores_answers_as_the_one_it_came_from(model, tmp_path, 
     assert torch.equal(*logits)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", some(FORMS, ["distributed"]))
 def test_a_process_reads_just_its_part_of_mindspores_weights(model, tmp_path, form):
     convert(model, tmp_path / "theirs", FORMS[form])
     section = ModelSection(path=str(tmp_path / "theirs"))
@@ -73,7 +74,7 @@ def expected(model, tmp_path_factory):
     return losses(model.parent, model, tmp_path_factory.mktemp("run"))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", some(FORMS, ["distributed"]))
 def test_training_from_mindspores_weights_is_training_from_the_model(
     model, expected, tmp_path, form
 ):
@@ -134,7 +135,7 @@ def from_yaml(trained, text):
     return read(content, settings)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", some(FORMS, ["distributed"]))
 def test_a_run_that_goes_on_from_mindspores_state_is_the_one_that_never_stopped(
     trained, tmp_path, form
 ):

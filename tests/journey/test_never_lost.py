@@ -117,6 +117,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_kept(tmp_path):
     assert_no_worse_for_it(project, reference)
 
 
+@pytest.mark.proof
 def test_frozen_weights_lie_on_the_disk_twice_and_every_checkpoint_opens_alone(tmp_path):
     project = whole(tmp_path, method={"freeze": {"num_layers": 1}}, train={"max_steps": 9})
     found = checkpoints(project.run)

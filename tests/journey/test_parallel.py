@@ -75,6 +75,7 @@ def test_two_processes_learn_what_one_learns_and_one_goes_on_from_them(one, tmp_
     assert_close(weights(checkpoints(project.run)[-1]), weights(checkpoints(one.run)[-1]))
 
 
+@pytest.mark.proof
 def test_two_that_share_the_layers_learn_and_measure_what_one_does_and_one_goes_on(tmp_path):
     train_section = {"max_steps": 8, "eval_steps": 3}
     sections = {"data": {"val_size": 5}, "train": train_section, "optim": OPTIM}
@@ -143,6 +144,7 @@ def test_sigterm_to_the_launcher_saves_the_step(tmp_path):
     assert int(saved.name.split("-")[1]) == max(losses(project.run))
 
 
+@pytest.mark.proof
 def test_without_batch_sizes_three_ranks_are_given_some_that_divide(tmp_path):
     project = Project(tmp_path, train={"max_steps": 1})
     for name in ("global_batch_size", "micro_batch_size"):

@@ -57,6 +57,7 @@ def trained(reward_model, tmp_path_factory):
     return made
 
 
+@pytest.mark.proof
 def test_a_reward_model_scores_responses_as_predict_scores_them(trained, reward_model, tmp_path):
     said = (("user", "What is 1 plus 1?"), ("assistant", "It is 2."))
     chat = {"messages": [{"role": role, "content": text} for role, text in said]}
@@ -92,6 +93,7 @@ def test_an_export_has_the_value_head_only_if_asked(trained, tmp_path):
     assert not any(told.values())
 
 
+@pytest.mark.proof
 def test_eval_measures_rewards_also_of_the_base_which_has_no_values(trained):
     data = f"data.eval_datasets={json.dumps(['sums'])}"
     for model in ([], ["--model", "base"]):

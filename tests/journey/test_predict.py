@@ -41,7 +41,14 @@ def one(folder):
     return (folder / "one.jsonl").read_text()
 
 
-@pytest.mark.parametrize("parallel", ["tp=2", "dp_shard=2", "num_processes=2"])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        "tp=2",
+        pytest.param("dp_shard=2", marks=pytest.mark.proof),
+        pytest.param("num_processes=2", marks=pytest.mark.proof),
+    ],
+)
 def test_two_processes_write_what_one_writes(parallel, folder, one, tmp_path):
     output = tmp_path / "a.jsonl"
     out = predict(folder, output, folder / "base", *SAMPLED, f"parallel.{parallel}")

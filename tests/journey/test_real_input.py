@@ -19,7 +19,7 @@ METHODS = {"full": "full", "freeze": {"freeze": {"num_layers": 2}}, "lora": {"lo
 # The two ways to template a dataset; the other pairs of dataset and method are proofs.
 CASES = [
     ("sft", "alpaca_en_demo", "full"),
-    ("sft", "glaive_toolcall_en_demo", "lora"),
+    pytest.param("sft", "glaive_toolcall_en_demo", "lora", marks=pytest.mark.proof),
     pytest.param("pt", "c4_demo", "freeze", marks=pytest.mark.proof),
     pytest.param("pt", "c4_demo", "full", marks=pytest.mark.proof),
     pytest.param("pt", "c4_demo", "lora", marks=pytest.mark.proof),
@@ -76,6 +76,7 @@ def opens_everywhere(folder, model, *, is_adapter):
     return opened
 
 
+@pytest.mark.proof
 def test_the_logits_of_a_checkpoint_are_those_of_the_model_that_was_trained(shared, tmp_path):
     from surefoot.recipe.recipe import read
     from surefoot.run.training_run import build

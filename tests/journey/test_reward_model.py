@@ -80,7 +80,7 @@ def test_a_value_head_lies_beside_a_language_model_as_llamafactory_has_it(traine
     assert head["v_head.summary.weight"].norm() > 0 == head["v_head.summary.bias"].norm()
 
 
-@pytest.mark.parametrize("head", ["score", "v_head"])
+@pytest.mark.parametrize("head", [pytest.param("score", marks=pytest.mark.proof), "v_head"])
 def test_rewards_of_what_is_exported_are_verified(trained, head, tmp_path):
     made, _, _ = trained
     out = tmp_path / "out"
@@ -131,7 +131,7 @@ def test_it_does_not_talk(trained):
     assert "a reward model scores responses" in told
 
 
-@pytest.mark.parametrize("head", ["score", "v_head"])
+@pytest.mark.parametrize("head", [pytest.param("score", marks=pytest.mark.proof), "v_head"])
 def test_a_reward_model_of_other_tools_is_trained_further_and_scores_alone(trained, head, tmp_path):
     made, pairs, rows = trained
     ok("export", made.run, tmp_path / "out", "--reward-head", head)

@@ -69,6 +69,7 @@ def test_the_first_prompts_of_an_evaluation_are_kept_and_shown(made):
     assert "has no rollouts-STEP.jsonl" in refused("rollouts", made.folder)
 
 
+@pytest.mark.proof
 def test_a_run_can_be_evaluated_with_its_reference(made):
     found = json.loads(ok("eval", made.recipe, "--limit", 2, "--json"))
     assert {"reward", "kl"} <= found.keys()

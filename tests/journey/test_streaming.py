@@ -49,12 +49,12 @@ def trained(project):
 
 def test_killed_again_and_again_a_streaming_run_ends_in_the_same_bits(tmp_path):
     """It finds what the one before it has encoded; for the reference, all was there."""
-    long = {"max_steps": 10, "eval_steps": 5}
+    long = {"max_steps": 6, "eval_steps": 3}
     reference = trained(encoded(streaming(tmp_path / "whole", train=long)))
     project = streaming(tmp_path / "killed", train=long)
     assert killed_again_and_again(project, random.Random(1)) >= 1
     assert_no_worse_for_it(project, reference)
-    assert len(losses(project.run)) == 10
+    assert len(losses(project.run)) == 6
 
 
 def test_a_run_goes_on_without_the_cache_it_was_begun_with(tmp_path):

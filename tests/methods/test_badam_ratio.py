@@ -152,8 +152,8 @@ def test_state_and_gradients_are_of_the_size_of_the_ratio():
 @pytest.mark.parametrize(
     ("mask", "dtype"),
     [
-        ("scatter", torch.float32),
-        ("adjacent", torch.bfloat16),
+        pytest.param("scatter", torch.float32, marks=pytest.mark.proof),
+        pytest.param("adjacent", torch.bfloat16, marks=pytest.mark.proof),
         pytest.param("adjacent", torch.float32, marks=pytest.mark.proof),
         pytest.param("scatter", torch.bfloat16, marks=pytest.mark.proof),
     ],

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import tiny
+from each import some
 from project import Project, assert_same, final_weights, losses
 from surefoot.errors import CheckpointError, ModelError, RecipeError
 from surefoot.methods import LISA, BAdam, Full
@@ -59,7 +60,7 @@ def at(project, folder, method, save_steps):
     )
 
 
-@pytest.fixture(scope="module", params=[BADAM, LISA_2], ids=["badam", "lisa"])
+@pytest.fixture(scope="module", params=some([BADAM, LISA_2], [BADAM]), ids=["badam", "lisa"])
 def whole(request, project, tmp_path_factory):
     """A method, the folder of a run that saved every step, and what was seen in it."""
     watch, folder = Watch(), tmp_path_factory.mktemp("whole")
@@ -67,7 +68,7 @@ def whole(request, project, tmp_path_factory):
     return request.param, folder, watch
 
 
-@pytest.mark.parametrize("saved", [5, 6])  # inside a turn, and on its edge
+@pytest.mark.parametrize("saved", some([5, 6], [5]))  # inside a turn, and on its edge
 def test_a_run_that_trains_some_layers_at_a_time_resumes_to_the_same_bits(
     project, whole, saved, tmp_path
 ):

@@ -25,7 +25,7 @@ def opened(folder, method=DORA, **section):
     return open_network(folder, section, None, ALONE, NetworkOptions(method=method))
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.proof), "qwen2", "gpt2"])
 def test_a_trained_adapter_computes_in_peft_what_it_did_here(kind, tmp_path):
     folder = tmp_path / "model"
     gpt2(folder) if kind == "gpt2" else folders.save_model(folder, kind)

@@ -68,9 +68,19 @@ def merged(folder, names):
     [
         (LoRA(rank=4), ("one", "root"), None),
         (LoRA(rank=2, alpha=4.0, targets=("q_proj", "v_proj")), ("one",), "last"),
-        (LoRA(rank=4, init="pissa", targets=("k_proj", "q_proj")), ("root", "one"), None),
+        pytest.param(
+            LoRA(rank=4, init="pissa", targets=("k_proj", "q_proj")),
+            ("root", "one"),
+            None,
+            marks=pytest.mark.proof,
+        ),
         (LoRA(rank=4, rslora=True, modules_to_save=("lm_head",)), ("last",), None),
-        (LoRA(rank=4, targets=("embed_tokens", "q_proj")), ("last",), None),
+        pytest.param(
+            LoRA(rank=4, targets=("embed_tokens", "q_proj")),
+            ("last",),
+            None,
+            marks=pytest.mark.proof,
+        ),
     ],
 )
 def test_a_run_starts_from_their_sum_and_saves_one_adapter(

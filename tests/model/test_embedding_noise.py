@@ -65,6 +65,7 @@ class Stop(TrainerCallback):
         control.should_training_stop |= state.global_step == 3
 
 
+@pytest.mark.proof
 def test_a_resumed_run_has_the_noise_of_the_uninterrupted_one(tmp_path):
     settings = {"model": {"neftune_noise_alpha": ALPHA}, "train": {"max_steps": 5}}
     project = Project(tmp_path, **settings)

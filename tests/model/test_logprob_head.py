@@ -28,7 +28,7 @@ def learnt(model, batch, needs, head, smoothing):
     return found, gradients
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("smoothing", [pytest.param(0.0, marks=pytest.mark.proof), 0.2])
 @pytest.mark.parametrize("needs", [("total",), ("logps",), ("logps", "entropies", "predictions")])
 @pytest.mark.parametrize("make", [padded, flat])
 @pytest.mark.parametrize("kind", KINDS)

@@ -157,7 +157,9 @@ def test_a_process_has_the_products_that_are_faster_on_its_processor(vendor, mon
     assert num_onednn(lambda: SQUARE @ SQUARE) == 0
 
 
-@pytest.mark.parametrize("method", ["full", {"lora": {"rank": 4}}])
+@pytest.mark.parametrize(
+    "method", ["full", pytest.param({"lora": {"rank": 4}}, marks=pytest.mark.proof)]
+)
 def test_a_run_resumes_to_the_bit_and_learns_what_torchs_products_learn(
     method, tmp_path, monkeypatch, onednn
 ):

@@ -133,11 +133,14 @@ def fp8(tmp_path_factory):
     return made(tmp_path_factory.mktemp("fp8"), "fp8")
 
 
-LONG = [pytest.param(form, marks=pytest.mark.proof) for form in ("gptq", "awq", "float-quantized")]
+LONG = [
+    pytest.param(form, marks=pytest.mark.proof)
+    for form in ("gptq", "awq", "float-quantized", "pack-quantized")
+]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("form", ["fp8", "pack-quantized", *LONG])
+@pytest.mark.parametrize("form", ["fp8", *LONG])
 def test_an_adapter_is_trained_on_what_quantized_weights_mean_and_peft_opens_it(form, tmp_path):
     folder, plain = made(tmp_path, form)
     expected = plain(IDS).logits

@@ -112,6 +112,7 @@ def test_of_a_rank_that_is_stopped_the_system_tells(tmp_path):
     assert told["ranks"][0]["stack"] == ""
 
 
+@pytest.mark.proof
 def test_ranks_that_wait_in_different_collectives_are_shown_both(tmp_path):
     def work(world):
         if world.rank:
@@ -138,6 +139,7 @@ def test_a_run_that_makes_progress_is_left_alone_and_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.proof
 def test_bytes_that_are_written_are_progress_of_a_save(tmp_path):
     def work():
         file = (tmp_path / "file").open("wb", buffering=0)
@@ -149,6 +151,7 @@ def test_bytes_that_are_written_are_progress_of_a_save(tmp_path):
     assert forked(work) == 0
 
 
+@pytest.mark.proof
 def test_a_suspended_run_is_not_ended(tmp_path):
     def work():
         with watched(ALONE, SOON, tmp_path) as world:

@@ -128,7 +128,7 @@ def test_a_tab_gets_the_advice_to_use_spaces():
     "text",
     [
         "[" * 100 + "]" * 100,
-        "[" * 1000 + "]" * 1000,
+        pytest.param("[" * 1000 + "]" * 1000, marks=pytest.mark.proof),
         "{a: " * 100 + "1" + "}" * 100,
         "".join(f"{' ' * i}a:\n" for i in range(100)),
         "- " * 1000 + "1",

@@ -92,7 +92,7 @@ def test_a_changed_configuration_is_noticed_whatever_the_method(tmp_path):
         resume(made)
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.proof)])
 def test_a_reference_that_has_changed_is_noticed(method, tmp_path):
     """Its log-probabilities lie in the cache, under the times of its files."""
     model_folder(tmp_path / "reference")
@@ -104,6 +104,7 @@ def test_a_reference_that_has_changed_is_noticed(method, tmp_path):
         resume(made)
 
 
+@pytest.mark.proof
 def test_the_start_of_a_full_run_counts_if_it_is_the_reference(tmp_path):
     made = Project(tmp_path, method="full", stage="dpo", train=SHORT, data={"datasets": ["pairs"]})
     surefoot.train(made.recipe)

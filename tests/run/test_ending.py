@@ -39,7 +39,9 @@ def project(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("left", ["nothing", "old results", "half of the results"])
+@pytest.mark.parametrize(
+    "left", ["nothing", pytest.param("old results", marks=pytest.mark.proof), "half of the results"]
+)
 def test_what_the_end_of_a_run_writes_is_written_by_the_next_launch(left, project):
     expected, logged = results(project.run), losses(project.run)
     path = project.run / "all_results.json"
@@ -61,7 +63,15 @@ def test_a_finished_run_is_left_alone(project, caplog):
     assert "this run is complete: 3 of 3 steps" in caplog.text
 
 
-@pytest.mark.parametrize("left", [b"", b'{"step": 1, "lo', None], ids=["empty", "torn", "gone"])
+@pytest.mark.parametrize(
+    "left",
+    [
+        pytest.param(b"", marks=pytest.mark.proof),
+        b'{"step": 1, "lo',
+        pytest.param(None, marks=pytest.mark.proof),
+    ],
+    ids=["empty", "torn", "gone"],
+)
 def test_the_metrics_of_a_finished_run_come_back(left, project):
     path = project.run / "metrics.jsonl"
     expected = losses(project.run)

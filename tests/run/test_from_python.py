@@ -14,6 +14,7 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import surefoot
+from each import some
 from folders import save_data, save_recipe
 from surefoot.batch import Loss
 from surefoot.data.section import DataSection
@@ -83,7 +84,7 @@ def assert_same(one, other):
     assert all(torch.equal(value, theirs[name]) for name, value in one.state_dict().items())
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", some(FORMS, ["messages", "columns", "a generator"]))
 def test_rows_in_memory_train_as_those_of_files_do(project, usual, tmp_path, form):
     extra = {"difficulty": np.float32(0.5)}
     rows = FORMS[form] if form != "a generator" else ({**row, **extra} for row in ROWS)
@@ -341,7 +342,7 @@ class LastLayer(Full):
     ("name", "choices", "made"),
     [
         ("optim", OPTIMIZERS, SignDescent(learning_rate=1e-3, schedule="constant")),
-        ("method", METHODS, LastLayer(depth=1)),
+        pytest.param("method", METHODS, LastLayer(depth=1), marks=pytest.mark.proof),
     ],
 )
 def test_an_optimizer_or_method_of_ones_own_trains_and_resumes(
@@ -386,7 +387,9 @@ def test_an_object_where_a_value_belongs_is_named_by_its_key(project):
         surefoot.train(project, **{"data.template": object()})
 
 
-@pytest.mark.parametrize(("packing", "method"), [(True, "full"), (False, "lora")])
+@pytest.mark.parametrize(
+    ("packing", "method"), [(True, "full"), pytest.param(False, "lora", marks=pytest.mark.proof)]
+)
 def test_the_model_generates_in_a_callback_and_afterwards(project, tmp_path, packing, method):
     class Speaker(TrainerCallback):
         said = ends = None

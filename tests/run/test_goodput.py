@@ -211,6 +211,7 @@ def test_a_run_that_was_killed_has_every_second_in_its_ledger(tmp_path):
     assert figures["goodput"] == ledger.seconds["trained"] / ledger.wall
 
 
+@pytest.mark.proof
 def test_a_run_that_nothing_happened_to_repeats_nothing(tmp_path):
     project = evaluated(tmp_path, max_steps=20)
     assert surefoot("train", project.recipe)[0] == 0

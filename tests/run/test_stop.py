@@ -62,6 +62,7 @@ def project(tmp_path_factory):
     return Project(tmp_path_factory.mktemp("stop"), train={"max_steps": 8})
 
 
+@pytest.mark.proof
 def test_a_callback_stops_a_run_in_a_thread_as_a_signal_would(project, tmp_path):
     run, outcomes = tmp_path / "run", []
 
@@ -95,7 +96,9 @@ def test_a_file_in_the_folder_of_a_run_stops_it(project, tmp_path, monkeypatch):
     assert not (tmp_path / STOP).exists()
 
 
-@pytest.mark.parametrize(("interval", "num_looks"), [(0.0, 3 + 8), (1e9, 3)])
+@pytest.mark.parametrize(
+    ("interval", "num_looks"), [pytest.param(0.0, 3 + 8, marks=pytest.mark.proof), (1e9, 3)]
+)
 def test_the_file_is_looked_for_no_more_often_than_a_heartbeat_is_written(
     interval, num_looks, project, tmp_path, monkeypatch
 ):
@@ -148,6 +151,7 @@ def test_only_a_run_that_trains_can_be_stopped(tmp_path):
     assert (tmp_path / STOP).exists()
 
 
+@pytest.mark.proof
 def test_ranks_leave_together_after_rank_0_has_recorded_the_end(project, tmp_path, monkeypatch):
     """A launcher such as `srun --kill-on-bad-exit` ends all when one has left."""
     ended = LaunchRecord.ended

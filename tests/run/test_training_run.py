@@ -95,6 +95,7 @@ def test_a_resumed_run_reads_no_weights_that_its_checkpoint_has(tmp_path):
     assert losses(project.run) == losses(twin.run)
 
 
+@pytest.mark.proof
 def test_recomputing_activations_changes_no_loss(tmp_path):
     plain = Project(tmp_path / "a", train=SHORT, optim={"adamw": {"learning_rate": 0.01}})
     recomputed = Project(
@@ -122,7 +123,7 @@ def plain(tmp_path_factory):
 @pytest.mark.parametrize(
     "other",
     [
-        {"model": {"attention": "eager"}},
+        pytest.param({"model": {"attention": "eager"}}, marks=pytest.mark.proof),
         {"model": {"attention": "sdpa"}},
         {"data": {"packing": False}},
     ],
@@ -156,7 +157,7 @@ def test_new_tokens_need_embeddings_that_learn(tmp_path):
         surefoot.train(project.recipe, method="lora")
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.proof), "qwen2"])
 def test_new_tokens_are_saved_with_full_weights(kind, tmp_path):
     tokens = ["<call>", "<end>"]
     project = Project(tmp_path, kind=kind, train=SHORT, model={"new_special_tokens": tokens})

@@ -98,7 +98,10 @@ def test_the_base_under_an_adapter_is_its_teacher_without_a_second_model(tmp_pat
     assert_same(final_weights(tmp_path / "two"), final_weights(one.run))
 
 
-@pytest.mark.parametrize("method", [pytest.param("full", marks=pytest.mark.proof), "lora"])
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param("full", marks=pytest.mark.proof), pytest.param("lora", marks=pytest.mark.proof)],
+)
 def test_batches_do_not_change_the_loss(method, tmp_path):
     """In packed micro-batches of 1 or 2, and a padded one of 4, with own responses."""
     settings = {"on_policy": 0.5, "max_new_tokens": 6, "sft_weight": 0.3, "divergence": "jsd"}

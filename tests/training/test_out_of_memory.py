@@ -64,7 +64,7 @@ def sizes(trainer):
     ("method", "packing", "where"),
     [
         ("full", True, "forward"),
-        ("lora", False, "backward"),
+        pytest.param("lora", False, "backward", marks=pytest.mark.proof),
         pytest.param("lora", True, "forward", marks=pytest.mark.proof),
         pytest.param("full", False, "forward", marks=pytest.mark.proof),
         pytest.param("full", True, "backward", marks=pytest.mark.proof),
@@ -118,7 +118,7 @@ def test_a_split_in_the_middle_is_a_resume_with_the_smaller_size(whole, tmp_path
     small.assert_same_weights(small.weights(whole[0]), small.weights(second))
 
 
-@pytest.mark.parametrize("saved", [4, 6])
+@pytest.mark.parametrize("saved", [4, pytest.param(6, marks=pytest.mark.proof)])
 def test_a_resume_begins_with_the_smaller_size_and_repeats_each_step_with_its_own(
     saved, whole, tmp_path, caplog
 ):
@@ -249,6 +249,7 @@ class Limit(TrainerCallback):
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 
 
+@pytest.mark.proof
 def test_a_limit_of_address_space_splits_a_step(tmp_path):
     """Real allocations that really fail: 537 MB of activations where 300 MB are left.
 

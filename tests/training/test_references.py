@@ -271,10 +271,10 @@ def learn(made, count):
 @pytest.mark.parametrize(
     ("parallel", "changes"),
     [
-        ({}, {}),
-        ({"dp_replicate": 2}, {"method": LoRA(rank=2)}),
+        pytest.param({}, {}, marks=pytest.mark.proof),
+        pytest.param({"dp_replicate": 2}, {"method": LoRA(rank=2)}, marks=pytest.mark.proof),
         ({"tp": 2}, {}),
-        ({"pp": 2}, {}),
+        pytest.param({"pp": 2}, {}, marks=pytest.mark.proof),
     ],
     ids=str,
 )
@@ -326,6 +326,7 @@ def test_what_is_kept_is_found_where_it_is_sound(tmp_path, monkeypatch):
     assert [known is None for known in open_pairs(tmp_path, items).columns] == [True, True, False]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("method", [pytest.param("lora", marks=pytest.mark.proof), "full"])
 def test_a_reference_in_the_window_computes_what_one_before_the_first_step_does(method, tmp_path):
     """With an adapter it is the base, and there is no second model."""

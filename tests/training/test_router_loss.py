@@ -139,7 +139,7 @@ def test_perplexity_is_of_the_labels_alone():
 @pytest.mark.parametrize(
     "parallel",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.proof),
         pytest.param({"tp": 2}, marks=pytest.mark.proof),
         {"tp": 2, "sequence_parallel": True},
     ],

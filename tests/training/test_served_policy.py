@@ -75,8 +75,8 @@ def gaps(folder):
         ("vllm", "lora"),
         pytest.param("vllm", "full", marks=pytest.mark.proof),
         pytest.param("sglang", "lora", marks=pytest.mark.proof),
-        ("sglang", "full"),
-        ("openai", "lora"),
+        pytest.param("sglang", "full", marks=pytest.mark.proof),
+        pytest.param("openai", "lora", marks=pytest.mark.proof),
     ],
 )
 def test_a_server_samples_with_the_weights_of_now(form, method, tmp_path):
@@ -102,7 +102,7 @@ def test_a_server_samples_with_the_weights_of_now(form, method, tmp_path):
         assert all(isinstance(body["prompt"][0], int) for body in sampled)
 
 
-@pytest.mark.parametrize("stage", ["ppo", "distill"])
+@pytest.mark.parametrize("stage", [pytest.param("ppo", marks=pytest.mark.proof), "distill"])
 def test_every_stage_that_samples_has_servers(stage, tmp_path):
     made = project(tmp_path, stage, method=LORA)
     with serving(made.folder / "model") as server:
@@ -171,6 +171,7 @@ class StopAt(TrainerCallback):
         control.should_training_stop |= state.global_step == self.step
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("surrogate", ["clip", pytest.param("rloo", marks=pytest.mark.proof)])
 def test_a_run_that_stops_between_the_passes_of_a_window_ends_with_the_same_bits(
     surrogate, tmp_path

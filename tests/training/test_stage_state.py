@@ -81,7 +81,7 @@ def prompts(run):
     return [run.windows.loader.order.examples[i] for i in range(5)]
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.proof)])
 def test_the_reference_stays_the_policy_before_the_first_step(count, tmp_path):
     if count == 1:
         every = [references(ALONE, tmp_path)]

@@ -31,7 +31,7 @@ METHODS = {"full": Full(), "freeze": Freeze(num_layers=1), "lora": LoRA(rank=2, 
 @pytest.mark.parametrize(
     ("method", "packing"),
     [
-        ("full", True),
+        pytest.param("full", True, marks=pytest.mark.proof),
         ("lora", False),
         pytest.param("full", False, marks=pytest.mark.proof),
         pytest.param("lora", True, marks=pytest.mark.proof),
@@ -176,7 +176,7 @@ def test_every_example_is_learnt_once_an_epoch_and_the_epoch_is_counted(tmp_path
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.proof)])
 def test_half_precision_learns(precision, tmp_path):
     seen = small.Seen()
     options = {"max_steps": 25, "precision": precision, "optim": AdamW(learning_rate=1e-2)}
@@ -329,7 +329,9 @@ def test_a_run_whose_first_gradient_is_exactly_0_stops_and_says_so(log_steps, tm
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("checkpoint")]
 
 
-@pytest.mark.parametrize(("steps", "times"), [(9, 0), (11, 1), (13, 1)])
+@pytest.mark.parametrize(
+    ("steps", "times"), [(9, 0), (11, 1), pytest.param(13, 1, marks=pytest.mark.proof)]
+)
 def test_where_responses_are_sampled_ten_steps_without_gradient_are_warned_of(
     steps, times, tmp_path, caplog
 ):

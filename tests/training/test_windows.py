@@ -68,6 +68,7 @@ class Kill(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "stage",
     ["ppo", *(pytest.param(s, marks=pytest.mark.proof) for s in ("kto", "grpo", "distill"))],

@@ -9,6 +9,7 @@ import pytest
 
 import surefoot
 from commands import refused
+from each import some
 from folders import save_recipe
 from surefoot.errors import DamagedFileError
 from surefoot.parallel.section import ParallelSection
@@ -20,7 +21,7 @@ from surefoot.use.run_evaluation import evaluate_run
 METHODS = {"adapter_model.safetensors": {"lora": {"rank": 2}}, "model.safetensors": "full"}
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(scope="module", params=some(METHODS, ["adapter_model.safetensors"]))
 def project(request, tmp_path_factory):
     """A finished run with checkpoints 2 and 4, and the name of its weights."""
     folder = tmp_path_factory.mktemp("project")

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import surefoot
+from each import some
 from folders import CHATML, edit_json, save_adapter, save_model, save_recipe
 from surefoot.checkpoint.converting.targets import HuggingFaceModel
 from surefoot.errors import CheckpointError, ModelError
@@ -38,6 +39,8 @@ TIED = {
         "ensure_weight_tying": True,
     },
 }
+FEW = ["patterns", "dora and modules_to_save", "input embeddings saved"]
+FEW += ["lora on embeddings", "lora on the head"]
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 
 
@@ -73,7 +76,7 @@ def assert_same(found, expected):
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some(CASES, FEW))
 def test_the_merge_gives_the_logits_of_base_and_adapter(base, case, tmp_path):
     save_adapter(base, tmp_path / "adapter", **CASES[case])
     out = export(tmp_path / "adapter", tmp_path / "out")
@@ -99,7 +102,9 @@ def test_untouched_tied_embeddings_stay_tied(tmp_path):
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
 
-@pytest.mark.parametrize("saved", [EMBEDDINGS, ["embed_tokens"]])
+@pytest.mark.parametrize(
+    "saved", [EMBEDDINGS, pytest.param(["embed_tokens"], marks=pytest.mark.proof)]
+)
 def test_grown_embeddings_come_out_whole(base, saved, tmp_path):
     settings = {"extra": ["<new>", "<newer>"], "template": CHATML, "modules_to_save": saved}
     save_adapter(base, tmp_path / "adapter", **settings)
@@ -110,6 +115,7 @@ def test_grown_embeddings_come_out_whole(base, saved, tmp_path):
     assert json.loads((out / "config.json").read_text())["vocab_size"] == len(known)
 
 
+@pytest.mark.proof
 def test_other_architectures_merge_too(tmp_path):
     for kind in ("qwen3", "mistral"):
         base = save_model(tmp_path / kind, kind)
@@ -144,7 +150,13 @@ def test_a_full_checkpoint_is_copied_bit_by_bit(tmp_path):
     assert open_model(out).stop_token_ids == open_model(tmp_path / "run").stop_token_ids
 
 
-@pytest.mark.parametrize("around", ["_orig_mod.", "module._orig_mod.", "_fsdp_wrapped_module."])
+@pytest.mark.parametrize(
+    "around",
+    some(
+        ["_orig_mod.", "module._orig_mod.", "_fsdp_wrapped_module."],
+        ["module._orig_mod."],
+    ),
+)
 def test_full_weights_saved_with_their_wrappers_are_those_of_the_model(base, around, tmp_path):
     wrapped = shutil.copytree(base, tmp_path / "wrapped")
     weights = wrapped / "model.safetensors"
@@ -162,7 +174,7 @@ def test_full_weights_saved_with_their_wrappers_are_those_of_the_model(base, aro
     assert_same(open_model(tmp_path / "adapter").model(IDS).logits, expected)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.proof)])
 def test_another_dtype_rounds_once_and_is_named(llama, tmp_path, dtype):
     save_adapter(llama, tmp_path / "adapter")
     exact = load_file(export(tmp_path / "adapter", tmp_path / "exact") / "model.safetensors")

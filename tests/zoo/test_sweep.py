@@ -2,6 +2,7 @@
 
 import pytest
 
+from each import some
 from zoo import architectures, page, picture_models, picture_sweep, sweep
 
 SAMPLE = {  # what broke once, in a few seconds
@@ -23,7 +24,7 @@ def cells(row):
     return {column: cell for column, (cell, _) in row.items()}
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", some(SAMPLE, ["llama4_text"]))
 def test_an_architecture_does_what_the_table_says(name, tmp_path):
     found = sweep.row(name, tmp_path / "model", SAMPLE[name])
     expected = {column: page.read()[name][column] for column in SAMPLE[name]}
@@ -31,7 +32,7 @@ def test_an_architecture_does_what_the_table_says(name, tmp_path):
     assert set(cells(found).values()) == {"yes"}
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", some(PICTURES, ["llava_onevision", "paligemma"]))
 def test_a_type_that_reads_pictures_does_what_the_table_says(name, tmp_path):
     column = PICTURES[name]
     found = picture_sweep.row(name, tmp_path / "model", [column])

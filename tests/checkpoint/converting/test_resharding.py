@@ -48,7 +48,15 @@ def content(folder):
 
 
 @pytest.mark.parametrize(
-    "mesh", [Mesh(1, 1), Mesh(1, 3), Mesh(2, 2), Mesh(3, 5), Mesh(1, 64), Mesh(2, 2, 2)]
+    "mesh",
+    [
+        Mesh(1, 1),
+        Mesh(1, 3),
+        Mesh(2, 2),
+        Mesh(3, 5),
+        pytest.param(Mesh(1, 64), marks=pytest.mark.proof),
+        Mesh(2, 2, 2),
+    ],
 )
 def test_there_and_back_gives_the_same_bytes(mesh, tmp_path):
     path, states = saved(tmp_path)
@@ -122,6 +130,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.proof
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is told in KiB on Linux")
 def test_memory_does_not_grow_with_the_model(tmp_path):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -76,6 +76,7 @@ def test_squares_neither_overflow_nor_vanish():
     assert norm(torch.zeros(0)) == norm(torch.zeros(3)) == 0.0
 
 
+@pytest.mark.proof
 def test_memory_does_not_grow_with_the_tensor(tmp_path):
     length = 128 << 20
     header = b'{"x":{"dtype":"F32","shape":[%d],"data_offsets":[0,%d]}}' % (length // 4, length)

@@ -50,7 +50,11 @@ def assert_equal(found, expected):
 @pytest.mark.parametrize(
     ("kind", "names"), [("qwen2", "legacy"), ("llama", "legacy-fused"), ("qwen3", "mcore-fused")]
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(torch.float32, marks=pytest.mark.proof), torch.bfloat16],
+    ids=["fp32", "bf16"],
+)
 def test_a_model_goes_there_by_rank_and_comes_back_bitwise(tmp_path, kind, names, dtype):
     model = save_model(tmp_path / "model", kind, dtype=dtype, **SIZES)
     there, back = tmp_path / "there", tmp_path / "back"

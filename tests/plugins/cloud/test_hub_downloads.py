@@ -149,7 +149,9 @@ except SurefootError as error:
 """
 
 
-@pytest.mark.parametrize("kind", ["modelscope", "huggingface"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("modelscope", marks=pytest.mark.proof), "huggingface"]
+)
 def test_a_killed_download_is_resumed_and_verified(hub, tmp_path, kind):
     if kind == "modelscope":
         pytest.importorskip("modelscope_hub")

@@ -99,6 +99,7 @@ def test_a_run_in_s3_goes_on_on_a_fresh_machine_to_the_bit(project, whole, bucke
     assert bucket.get("metrics.jsonl") == (folder / "metrics.jsonl").read_bytes()
 
 
+@pytest.mark.proof
 def test_a_run_in_memory_is_the_same_run(project, whole, memory, tmp_path):
     folder = train(project, "memory://runs/tiny", tmp_path, checkpoint__save_steps=4)
     assert_is(folder, whole)
@@ -124,6 +125,7 @@ def test_a_mounted_folder_is_a_store_too(project, whole, tmp_path):
     assert_is(train(project, url, tmp_path / "two"), whole)
 
 
+@pytest.mark.proof
 def test_what_a_plain_copy_brings_opens_with_from_pretrained(project, bucket, tmp_path):
     for layout in ("distributed", "full"):
         url = f"{bucket.url}/{layout}"
@@ -136,6 +138,7 @@ def test_what_a_plain_copy_brings_opens_with_from_pretrained(project, bucket, tm
         assert all((opened[name] == stored[name]).all() for name in stored)
 
 
+@pytest.mark.proof
 def test_retention_deletes_in_the_store_too(project, bucket, tmp_path):
     options = {"checkpoint__save_steps": 1, "checkpoint__keep": 2}
     train(project, bucket.url, tmp_path / "one", train__max_steps=4, **options)
@@ -214,6 +217,7 @@ def test_another_run_is_gone_on_from_by_its_url(project, whole, bucket, tmp_path
         train(project, tmp_path / "none", checkpoint__resume=f"{bucket.url}/checkpoint-7")
 
 
+@pytest.mark.proof
 def test_an_adapter_opens_from_its_url(bucket, tmp_path):
     project = made(tmp_path / "p", method={"lora": {"rank": 4}}, train={"max_steps": 2})
     folder = train(project, bucket.url, tmp_path / "one")
@@ -254,6 +258,7 @@ def test_the_put_of_the_manifest_fails_and_is_done_again(project, bucket, server
     assert len(seen) > 1
 
 
+@pytest.mark.proof
 def test_a_store_that_stays_away_is_an_error_and_the_same_command_uploads_the_rest(
     project, whole, bucket, server, tmp_path
 ):
@@ -314,6 +319,7 @@ def test_an_upload_goes_on_when_the_trainer_is_killed(project, bucket, server, t
     assert bucket.committed() == [3]
 
 
+@pytest.mark.proof
 def test_sigterm_does_not_cut_the_last_upload_short(project, bucket, server, tmp_path):
     begun = []
 

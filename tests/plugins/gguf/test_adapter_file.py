@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 
+from each import some
 from surefoot.errors import ModelError
 from surefoot.plugins.gguf.targets import GGUF, GGUFAdapter
 from surefoot.use import export
@@ -26,7 +27,7 @@ def applied(base, adapter, alpha):
     return found
 
 
-@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize("kind", some(SETTINGS, ["qwen2"]))
 def test_it_gives_the_merged_weights(kind, tmp_path):
     base = save(tmp_path / "base", kind)
     whole = values(export(base, tmp_path / "base.gguf", GGUF(quantize="f32")))

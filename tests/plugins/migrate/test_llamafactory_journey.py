@@ -97,6 +97,7 @@ train_full/qwen3_full_sft
 """
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "name", [*CHEAP, *(pytest.param(name, marks=pytest.mark.proof) for name in PROVEN.split())]
 )

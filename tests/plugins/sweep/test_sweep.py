@@ -29,7 +29,7 @@ def project(tmp_path_factory):
 @pytest.fixture(scope="module")
 def done(project):
     """A sweep that nothing disturbed."""
-    command = ("sweep", project.recipe, RATES, "--trials", "3", "--sampler", "random")
+    command = ("sweep", project.recipe, RATES, "--trials", "2", "--sampler", "random")
     code, out, err = surefoot(*command, "--json", "--jobs", "2")
     assert code == 0, err
     return json.loads(out), err
@@ -73,7 +73,7 @@ def wait_for(condition, process):
     ],
 )
 def test_a_killed_sweep_resumes_half_run_trials_to_the_last_bit(project, done, tmp_path, how):
-    command = ["sweep", project.recipe, RATES, "--trials", "3", "--sampler", "random"]
+    command = ["sweep", project.recipe, RATES, "--trials", "2", "--sampler", "random"]
     command += ["--output", tmp_path / "sweep", "--json"]
     process = start(*command)
     half = tmp_path / "sweep/trial-0001"
@@ -90,7 +90,7 @@ def test_a_killed_sweep_resumes_half_run_trials_to_the_last_bit(project, done, t
     assert "trial 1: resumed:" in err
     found, expected = json.loads(out), done[0]
     assert found["trials"] == expected["trials"]
-    for number in range(3):
+    for number in range(2):
         run, other = (
             folder / f"trial-{number:04d}"
             for folder in (tmp_path / "sweep", project.folder / "run-sweep")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from theirs import HALF, Losses, policy_of, recipe_in, their_trainer, weights_of
 
+from each import some
 from surefoot.recipe.recipe import Recipe
 from surefoot.run.training_run import build
 
@@ -74,7 +75,7 @@ def runs(tmp_path_factory):
     return functools.cache(lambda method: train_both(tmp_path_factory.mktemp(method), method))
 
 
-@pytest.fixture(params=METHODS)
+@pytest.fixture(params=some(METHODS, ["full", "lora"]))
 def both(request, runs):
     return runs(request.param)
 

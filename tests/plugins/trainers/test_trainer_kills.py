@@ -4,6 +4,7 @@ import random
 import signal
 import time
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from trainer_run import train
@@ -13,7 +14,7 @@ from project import in_child
 from surefoot.checkpoint import recover_latest
 from surefoot.checkpoint.disk.commit import committed, step_of
 
-STEPS, KILLS = 50, 6
+STEPS = 50
 
 
 class Count(TrainerCallback):
@@ -40,13 +41,14 @@ def killed_after(count, steps, delay):
     return kill_when
 
 
-def test_a_run_killed_again_and_again_ends_with_the_same_weights(tmp_path):
+@pytest.mark.parametrize("kills", [3, pytest.param(6, marks=pytest.mark.proof)])
+def test_a_run_killed_again_and_again_ends_with_the_same_weights(kills, tmp_path):
     def run(name, count=tmp_path / "count"):
         train(tmp_path / name, max_steps=STEPS, keep=2, callbacks=[Count(count)])
 
     run("whole", tmp_path / "whole.count")
     rng, reached = random.Random(0), 0
-    for kill in range(KILLS):
+    for kill in range(kills):
         count = tmp_path / f"{kill}.count"
         when = killed_after(count, rng.randint(1, 9), rng.random() / 10)
         code = in_child(lambda c=count: run("run", c), kill_when=when)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from each import some
 from project import Project
 from surefoot.errors import RecipeError
 from surefoot.model.config import num_elements
@@ -51,7 +52,7 @@ def test_scales_take_what_the_arithmetic_of_the_library_says(tmp_path, way, rows
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.proof), "qwen2"])
 def test_matrices_of_layers_shrink_and_nothing_else_does(tmp_path, kind, way):
     whole = skeleton(recipe(tmp_path, kind, method=LORA))
     made = skeleton(quantized(tmp_path, kind, **way))
@@ -100,7 +101,7 @@ def _scales(module):
     )
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("way", some(WAYS, WAYS[:1]), ids=str)
 def test_a_pass_makes_whole_matrices_one_at_a_time(tmp_path, way):
     sizes = {"hidden_size": 64, "intermediate_size": 512}
     whole = recipe(tmp_path, changes=sizes, method=LORA)
@@ -111,7 +112,7 @@ def test_a_pass_makes_whole_matrices_one_at_a_time(tmp_path, way):
     assert matrix <= found.at_peak.total - found.kept.activations < 2 * matrix + plain.at_peak.total
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.proof)])
 def test_a_plan_of_a_quantized_base_takes_less(tmp_path, bits):
     sizes = {"global_batch_size": 3, "micro_batch_size": 3}
     made = load(Project(tmp_path / "project", train=sizes, method=LORA).recipe)
@@ -129,6 +130,7 @@ def test_several_processes_are_refused_as_in_training(tmp_path):
         make_plan(made, Machine(2, on_gpu=False))
 
 
+@pytest.mark.proof
 def test_on_a_gpu_products_are_of_bfloat16(tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 512}
     made = recipe(tmp_path, changes=sizes, method=LORA, model={"quantization_bit": 4})

@@ -62,7 +62,7 @@ def measured(world, made, micro_batch, precision, sequence):
         pytest.param("llama", "full", "fp32", False, False, True, marks=pytest.mark.proof),
         pytest.param("llama", "full", "fp32", False, True, False, marks=pytest.mark.proof),
         ("qwen2", "full", "bf16", True, True, True),
-        ("llama", "lora", "bf16", False, False, False),
+        pytest.param("llama", "lora", "bf16", False, False, False, marks=pytest.mark.proof),
         pytest.param("llama", "lora", "fp32", False, True, True, marks=pytest.mark.proof),
     ],
 )
@@ -92,7 +92,10 @@ def test_the_peak_is_that_of_the_first_of_two(
     assert found.peak - found.optimizer == pytest.approx(peak, rel=0.15)
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    "sequence", [pytest.param(False, marks=pytest.mark.proof), True], ids=["", "sequence"]
+)
 def test_what_is_kept_is_what_the_first_of_two_saves(tmp_path, sequence):
     made = recipe(tmp_path, changes=SIZES, data={"packing": True})
     micro_batch = batch(made, 61, 40)
@@ -117,6 +120,7 @@ def test_what_is_kept_is_what_the_first_of_two_saves(tmp_path, sequence):
     assert found == pytest.approx(ranks.run(2, saved, tp=2)[0], rel=0.02)
 
 
+@pytest.mark.proof
 def test_tokens_that_are_cut_keep_less_for_the_backward_pass(tmp_path):
     made = recipe(tmp_path, model={"gradient_checkpointing": True}, changes=SIZES)
     kept = [
