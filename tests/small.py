@@ -16,7 +16,7 @@ from surefoot.data.order.micro_batches import Batching, Collation
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.collation import collate
 from surefoot.methods import Full
-from surefoot.model import isolation, packed_attention
+from surefoot.model import isolation, packed_kernels
 from surefoot.model.loading import device
 from surefoot.model.numerics import LossScaler, seed_everything, use_deterministic_kernels
 from surefoot.model.section import ModelSection
@@ -90,7 +90,7 @@ def trainer(
     keep=None,
     precision="fp32",
     packing=True,
-    attention=packed_attention.BY_DOCUMENT,
+    attention=packed_kernels.BY_DOCUMENT,
     prefetch=None,
     **section,
 ):
@@ -102,7 +102,7 @@ def trainer(
     inner = (tiny.model(attention_dropout=0.1) if model is None else model).to(device())
     if packing:
         isolation.use_packed(inner)
-        packed_attention.use(inner, attention)
+        packed_kernels.use(inner, attention)
     method = method or Full()
     seed_everything(section.seed, 1)
     policy = method.apply(inner)

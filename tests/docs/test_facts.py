@@ -11,7 +11,7 @@ from pages import ROOT
 
 import surefoot
 from project import Project, metrics
-from surefoot.model.packed_attention import candidates
+from surefoot.model.packed_kernels import candidates
 from surefoot.recipe.recipe import Recipe
 from surefoot.run.folder import FREE
 from surefoot.schema import paths

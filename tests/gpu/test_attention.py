@@ -8,8 +8,8 @@ from exact import assert_all_close, assert_close
 from torch import nn
 
 import tiny
-from surefoot.model import isolation, packed_attention
-from surefoot.model.packed_attention import Bounds, by_document
+from surefoot.model import isolation, numerics, packed_attention, packed_kernels
+from surefoot.model.packed_attention import DocumentBounds, by_document
 
 pytestmark = pytest.mark.gpu
 NAMES = ("result", "dq", "dk", "dv")
@@ -21,7 +21,7 @@ SCALE = 0.2
 def row(device, dtype=torch.float32):
     """Documents of many lengths, one of them a single token; four query heads share a key head."""
     bounds = [0, 700, 707, 708, 1091, 2048] if device.type == "cuda" else [0, 40, 47, 48, 96]
-    return packed_attention.Row(8, 2, 64 if device.type == "cuda" else 16, bounds, device, dtype)
+    return packed_kernels.Row(8, 2, 64 if device.type == "cuda" else 16, bounds, device, dtype)
 
 
 def kernel_of(name, device, dtype=torch.bfloat16):
@@ -40,7 +40,7 @@ def kernel_of(name, device, dtype=torch.bfloat16):
         pytest.skip(f"{name} computes in 16 bits only")
     if name == "flex":
         torch._dynamo.reset()  # or it is compiled for too many shapes, and then not at all
-    return packed_attention.candidates(device)[name]
+    return packed_kernels.candidates(device)[name]
 
 
 def reference(heads, bounds, scaling):
@@ -58,7 +58,7 @@ def reference(heads, bounds, scaling):
 def found(kernel, inputs, bounds, weights):
     """The result, and the gradients of a weighted sum of it."""
     heads = [each.detach().clone().requires_grad_() for each in inputs]
-    result = kernel(heads, Bounds(bounds), SCALE)
+    result = kernel(heads, DocumentBounds(bounds), SCALE)
     result.backward(weights.to(result.dtype))
     return [result.detach(), *(each.grad for each in heads)]
 
@@ -107,8 +107,8 @@ def test_with_deterministic_kernels_each_repeats_its_bits(name, device, determin
 
 def test_the_kernel_that_a_run_selects_passes_its_own_check(device, deterministic, caplog):
     caplog.set_level("INFO")
-    chosen = packed_attention.choose(row(device, torch.bfloat16))
-    expected = "varlen" if device.type == "cuda" else packed_attention.BY_DOCUMENT
+    chosen = packed_kernels.choose(row(device, torch.bfloat16))
+    expected = "varlen" if device.type == "cuda" else packed_kernels.BY_DOCUMENT
     assert chosen == expected, caplog.text
 
 
@@ -120,7 +120,7 @@ def test_a_model_of_packed_rows_gives_the_logits_of_its_documents_alone(name, de
     exact = tiny.model("qwen3", attention="eager", head_dim=16, dtype=torch.float64).to(device)
     isolation.use_packed(model)
     if name not in packed_attention.KERNELS:
-        packed_attention.use(model, name)
+        packed_kernels.use(model, name)
     documents = [torch.arange(n, device=device) * 7 % 60 + 3 for n in (5, 1, 9, 12)]
     bounds = torch.tensor([0, *torch.tensor([5, 1, 9, 12]).cumsum(0)]).int()
     positions = torch.cat([torch.arange(len(d), device=device) for d in documents])[None]
@@ -155,7 +155,7 @@ class Modes(torch.autograd.Function):
 def test_strict_mode_is_on_in_attention_forward_and_backward_and_nowhere_else(
     device, deterministic, monkeypatch
 ):
-    monkeypatch.setattr(packed_attention, "DEVICES", {device.type})
+    monkeypatch.setattr(numerics, "STRICT_DEVICES", {device.type})
     monkeypatch.setattr(Modes, "seen", [])
     inputs = [torch.randn(1, 2, 5, 8, device=device, requires_grad=True) for _ in range(3)]
     before = [Modes.apply(each) for each in inputs]
@@ -164,7 +164,7 @@ def test_strict_mode_is_on_in_attention_forward_and_backward_and_nowhere_else(
         plain = packed_attention.Scoring(None, 0.0, None, None)
         return Modes.apply(packed_attention.sdpa(heads, plain))
 
-    Modes.apply(packed_attention.deterministically(attend, before)).sum().backward()
+    Modes.apply(numerics.deterministically(attend, before)).sum().backward()
     outside, inside = [False] * 3, [True]
     assert Modes.seen == [*outside, *inside, False, False, *inside, *outside]
     gradients = [each.grad.clone() for each in inputs]

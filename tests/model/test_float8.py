@@ -12,7 +12,7 @@ import surefoot
 import tiny
 from project import Project, assert_same, final_weights, losses, model_folder
 from surefoot.errors import ModelError, RecipeError
-from surefoot.model import layers, loading, packed_attention
+from surefoot.model import isolation, layers, loading
 from surefoot.parallel import sharded_model
 from surefoot.recipe.recipe import load
 from surefoot.use.estimate._dry_run import LiveBytes, dry_run_batch
@@ -106,7 +106,7 @@ def test_plan_runs_the_products_of_a_gpu_that_this_machine_has_not(tmp_path):
 def test_documents_of_a_packed_row_do_not_change_each_other(scaling):
     model = tiny.model("qwen3", **SIZES)
     layers.use_float8(sharded_model.layers(model), scaling, emulate=True)
-    assert packed_attention.use_packed(model)
+    assert isolation.use_packed(model)
 
 
 @pytest.mark.skipif(IS_INSTALLED, reason="torchao is installed")

@@ -8,22 +8,13 @@ import pytest
 import torch
 
 import tiny
-from surefoot.model import isolation, packed_attention
-from surefoot.model.packed_attention import (
-    BY_DOCUMENT,
-    Bounds,
-    Row,
-    Scoring,
-    choose,
-    flex,
-    register,
-    sdpa,
-    varlen,
-)
+from surefoot.model import isolation, packed_attention, packed_kernels
+from surefoot.model.packed_attention import DocumentBounds, Scoring, sdpa
+from surefoot.model.packed_kernels import BY_DOCUMENT, Row, choose, flex, register, use, varlen
+from surefoot.model.packed_kernels import one_call_per_document as right
 
 CPU = torch.device("cpu")
 ROW = Row(4, 2, 16, [0, 40, 47, 48, 128], CPU, torch.float32)
-right = packed_attention._by_document
 
 
 def test_where_there_is_nothing_to_choose_from_the_log_says_what_is_used(caplog):
@@ -46,18 +37,18 @@ def test_the_first_kernel_that_passes_is_used_however_slow_it_is(caplog):
 
 
 def test_the_order_of_preference_is_fixed():
-    assert list(packed_attention.candidates(torch.device("cuda"))) == ["varlen", "flex"]
-    assert not packed_attention.candidates(CPU)
+    assert list(packed_kernels.candidates(torch.device("cuda"))) == ["varlen", "flex"]
+    assert not packed_kernels.candidates(CPU)
 
 
 def leaks(heads, bounds, scaling):
     """All documents as one."""
-    return right(heads, Bounds([0, bounds.values[-1]]), scaling)
+    return right(heads, DocumentBounds([0, bounds.values[-1]]), scaling)
 
 
 def sees_all(heads, bounds, scaling):
     """Responses that share a prompt as one."""
-    return right(heads, Bounds(bounds.values), scaling)
+    return right(heads, DocumentBounds(bounds.values), scaling)
 
 
 def fails(*_row):
@@ -88,11 +79,8 @@ class Restless:
         (Restless(), "its bits differ from run to run (train.deterministic)"),
     ],
 )
-def test_a_kernel_that_cannot_be_trusted_is_dropped_with_its_reason(
-    kernel, why, caplog, monkeypatch
-):
+def test_a_kernel_that_cannot_be_trusted_is_dropped_with_its_reason(kernel, why, caplog):
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(packed_attention, "_by_document", right)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         assert choose(ROW, {"new": kernel}) == BY_DOCUMENT
@@ -123,7 +111,7 @@ def test_varlen_is_called_as_this_version_of_torch_has_it(knows_gqa, monkeypatch
         assert enable_gqa
         return run(*arguments, scale=scale, window_size=window_size)
 
-    monkeypatch.setattr(packed_attention, "varlen_attn", newer if knows_gqa else run)
+    monkeypatch.setattr(packed_kernels, "varlen_attn", newer if knows_gqa else run)
     assert choose(ROW, {"varlen": varlen}) == "varlen"
 
 
@@ -133,7 +121,7 @@ def test_varlen_is_called_as_this_version_of_torch_has_it(knows_gqa, monkeypatch
 )
 def test_blocks_are_documents_and_responses(branches):
     inputs = ROW.inputs()
-    expected, found = (k(inputs, Bounds(ROW.bounds, branches), 0.3) for k in (right, flex))
+    expected, found = (k(inputs, DocumentBounds(ROW.bounds, branches), 0.3) for k in (right, flex))
     torch.testing.assert_close(found, expected)
 
 
@@ -163,5 +151,5 @@ def test_a_model_gives_the_same_through_a_kernel_and_windows_go_by_document(monk
 def test_a_kernel_that_is_not_here_any_more_gives_way_with_a_warning(caplog):
     model = tiny.model()
     isolation.use_packed(model)
-    assert packed_attention.use(model, "varlen") == BY_DOCUMENT
+    assert use(model, "varlen") == BY_DOCUMENT
     assert "kernel: varlen, used by the checkpoint, is not available" in caplog.text

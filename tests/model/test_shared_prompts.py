@@ -14,11 +14,12 @@ from each import some
 from surefoot.batch import IGNORE_INDEX, OutputSpec, TrainedPositions, ends, trained_positions
 from surefoot.data.text.collation import collate, collate_pairs, split, unshared
 from surefoot.errors import ModelError
-from surefoot.model import outputs, packed_attention
+from surefoot.model import outputs, packed_kernels
 from surefoot.model.isolation import use_packed
 from surefoot.model.layers import compile_layers, recompute_activations
 from surefoot.model.outputs import logprob_head_of
-from surefoot.model.packed_attention import PREFIX, register
+from surefoot.model.packed_attention import PREFIX
+from surefoot.model.packed_kernels import register
 from surefoot.parallel.sharded_model import layers
 from surefoot.parallel.tensor_parallel import widened
 
@@ -231,7 +232,7 @@ def test_a_kernel_for_rows_gets_branches():
 
     def counted(heads, bounds, scaling):
         calls.append(bounds.branches)
-        return packed_attention._by_document(heads, bounds, scaling)
+        return packed_kernels.one_call_per_document(heads, bounds, scaling)
 
     register("counted_too", counted)
     plain, model = tiny.model(), tiny.model()

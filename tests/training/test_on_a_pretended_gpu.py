@@ -15,7 +15,7 @@ from surefoot.checkpoint.saving import _writer_process as writer_process
 from surefoot.checkpoint.saving._snapshot_buffer import SnapshotBuffer
 from surefoot.errors import RecipeError
 from surefoot.methods import METHODS
-from surefoot.model import packed_attention
+from surefoot.model import numerics, packed_kernels
 from surefoot.model.numerics import use_deterministic_kernels
 from surefoot.optim import OPTIMIZERS
 from surefoot.parallel.world import ALONE
@@ -60,7 +60,7 @@ def made(
         **{"packing": True, **options},
     )
     if options.get("packing", True) and built.section.precision != "fp32":
-        packed_attention.use(built.policy.network.inner, "varlen")
+        packed_kernels.use(built.policy.network.inner, "varlen")
     return built
 
 
@@ -178,7 +178,7 @@ def test_attention_that_fails_in_its_backward_pass_leaves_no_strict_mode(tmp_pat
         use_deterministic_kernels(True)
         try:
             x = torch.ones(2, device=GPU, requires_grad=True)
-            output = packed_attention.deterministically(lambda heads: Fails.apply(heads[0]), [x])
+            output = numerics.deterministically(lambda heads: Fails.apply(heads[0]), [x])
             with pytest.raises(MemoryError):
                 output.sum().backward()
             built.policy.drop_gradients()

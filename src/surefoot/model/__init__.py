@@ -4,8 +4,8 @@
 meta device, as ``config`` says; ``tokenizer`` and ``adapter_files`` open what is beside it, and
 ``base_identity`` records which files a run stands on. ``lora_targets``, ``adapters`` and
 ``expansion`` are what methods change. ``packed_attention``, ``isolation``, ``layers`` and
-``outputs`` compute it, with the head of ``chunked_cross_entropy`` and the kernels of ``products``;
-``weights`` are its tensors under the names of its files.
+``outputs`` compute it, with the head of ``chunked_cross_entropy`` and the kernels of
+``packed_kernels`` and ``products``; ``weights`` are its tensors under the names of its files.
 
 Methods import this package, and its modules come on first use: a recipe is read without torch.
 """

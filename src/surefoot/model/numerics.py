@@ -5,6 +5,14 @@ So dropout at a step does not depend on what ran before it: a resumed run draws 
 The generators are saved as well (``RandomState``), for callbacks and methods that draw between
 steps. The precision of forward and backward is fp32, or autocast to bf16 or fp16 with a loss
 scaler.
+
+Deterministic kernels: a run with ``train.deterministic`` has torch only warn of operations without
+a deterministic algorithm, because some architectures contain one. But while torch only warns, its
+flash and memory-efficient attention add the gradients of the queries in any order, and cuDNN's
+attention, which has no such algorithm, may be selected. Both obey strict mode (torch 2.11,
+``sdp_utils.cpp`` and ``attention_backward.cu``). So strict mode is on while an attention kernel is
+selected and computes, forward and backward, and off everywhere else. Padded rows go through
+transformers' own attention function, which stays as it is.
 """
 
 from __future__ import annotations
@@ -14,10 +22,10 @@ import ctypes
 import logging
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -47,6 +55,59 @@ def use_deterministic_kernels(wanted: bool) -> None:
     torch.use_deterministic_algorithms(wanted, warn_only=True)
     # a debugging aid that costs a write of every new tensor
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+STRICT_DEVICES = {"cuda"}  # attention of CPUs adds in a fixed order
+
+
+def deterministically(
+    attend: Callable[[Sequence[torch.Tensor]], torch.Tensor], heads: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """``attend(heads)``, forward and backward in strict mode if the run asks for deterministic
+    kernels. Inside a compiled layer nothing changes: the mode is read when its graph is run."""
+    is_warning = torch.is_deterministic_algorithms_warn_only_enabled()
+    applies = is_warning and torch.are_deterministic_algorithms_enabled()
+    if torch.compiler.is_compiling() or not applies or heads[0].device.type not in STRICT_DEVICES:
+        return attend(heads)
+    heads = cast("Sequence[torch.Tensor]", _BackwardLeaves.apply(*heads))  # type: ignore[no-untyped-call]
+    torch.use_deterministic_algorithms(True)
+    try:
+        output = attend(heads)
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    return cast("torch.Tensor", _BackwardEnters.apply(output))  # type: ignore[no-untyped-call]
+
+
+def leave_strict_mode() -> None:
+    """After a backward pass that failed inside of attention, which would have left it."""
+    if torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+class _BackwardEnters(torch.autograd.Function):
+    """The output of attention; its backward pass is the first one, and enters strict mode."""
+
+    @staticmethod
+    def forward(_ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        torch.use_deterministic_algorithms(True)
+        return gradients[0]
+
+
+class _BackwardLeaves(torch.autograd.Function):
+    """The inputs of attention; their backward pass is the last one, and leaves strict mode."""
+
+    @staticmethod
+    def forward(_ctx: Any, *heads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor.view_as(tensor) for tensor in heads)
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        return gradients
 
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]

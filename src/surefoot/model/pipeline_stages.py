@@ -25,11 +25,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 
 from ..errors import RecipeError
-from .packed_attention import PREFIX, Bounds, packed_arguments
+from .packed_attention import PREFIX, DocumentBounds, packed_arguments
 
 _LENGTH = 4  # tokens to try with
 _PLAIN = (bool, int, float, str, type(None))
-_HARMLESS = (*_PLAIN, Bounds)
+_HARMLESS = (*_PLAIN, DocumentBounds)
 
 
 @dataclass(frozen=True)

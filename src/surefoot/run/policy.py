@@ -21,10 +21,11 @@ from transformers import PreTrainedTokenizerBase
 from ..batch import Probe, StepRunner
 from ..data.text.codec import Codec
 from ..data.text.templates import template_mismatch
-from ..model import packed_attention, products
+from ..model import packed_kernels, products
 from ..model.loading import device, resolve, training_dtype
 from ..model.lora_targets import is_added
 from ..model.numerics import LossScaler, choose, replaced
+from ..model.packed_attention import PREFIX
 from ..model.section import ModelSection
 from ..network.draft import NetworkOptions
 from ..network.network import Network
@@ -48,8 +49,8 @@ def used_here() -> dict[str, str]:
     """What a recipe with default settings uses on this machine; docs/devices.md says why."""
     weights = training_dtype(ModelSection(path=""))
     kernels = [
-        *packed_attention.candidates(device()),
-        f"{packed_attention.BY_DOCUMENT} (one call per document)",
+        *packed_kernels.candidates(device()),
+        f"{packed_kernels.BY_DOCUMENT} (one call per document)",
     ]
     return {
         "precision": choose("auto"),
@@ -149,14 +150,14 @@ def settle_packing(recipe: Recipe, trainer: Trainer, policy: Network, *, is_resu
     # By an order that is written down, never by timing: kernels add up in different orders, so two
     # launches of one recipe differed with what else the machine did (docs/decisions/0041).
     is_free = recipe.model.attention == "auto" and world.pp == 1
-    if is_free and inner.config._attn_implementation == f"{packed_attention.PREFIX}sdpa":
-        kernel = kernels.packed_attention or (packed_attention.BY_DOCUMENT if is_resumed else None)
+    if is_free and inner.config._attn_implementation == f"{PREFIX}sdpa":
+        kernel = kernels.packed_attention or (packed_kernels.BY_DOCUMENT if is_resumed else None)
         bounds = data_loading.packed_bounds(recipe, trainer.windows.loader)
         if kernel is None and world.is_main:
             dtype = COMPUTED_IN.get(policy.options.precision, inner.dtype)
-            row = packed_attention.row_of(inner, bounds, device(), dtype)
-            kernel = packed_attention.choose(row)
-        kernels.packed_attention = packed_attention.use(inner, world.from_main(kernel))
+            row = packed_kernels.row_of(inner, bounds, device(), dtype)
+            kernel = packed_kernels.choose(row)
+        kernels.packed_attention = packed_kernels.use(inner, world.from_main(kernel))
     sharing = select_prompt_sharing(policy.sharing, inner, kernels.shared_prompts)
     # Examples are dealt among ranks by it: ranks that differ, as on other processors, would train
     # on some twice, and on others never.

@@ -25,8 +25,7 @@ from ..batch import Batch, Hook, Loss, LossFunction, Outputs, StepRunner, Window
 from ..checkpoint.state.roles import ShardedState
 from ..errors import RunError, counted
 from ..model.lora_targets import is_added
-from ..model.numerics import LossScaler
-from ..model.packed_attention import leave_strict_mode
+from ..model.numerics import LossScaler, leave_strict_mode
 from ..network.method import Weights
 from ..network.network import Network
 from ..optim.bf16_weights import move_weights
