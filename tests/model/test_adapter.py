@@ -1,5 +1,6 @@
 """An adapter goes onto its own base and onto no other."""
 
+import warnings
 from shutil import copy
 
 import pytest
@@ -15,7 +16,13 @@ from surefoot.checkpoint.layouts.adapter_merge import merged
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.sources import read_whole
 from surefoot.errors import ModelError, SurefootError
-from surefoot.model.adapter_files import add_named, attach, attach_empty, is_addable
+from surefoot.model.adapter_files import (
+    add_named,
+    attach,
+    attach_empty,
+    is_addable,
+    remove_named,
+)
 
 IDS = torch.arange(60, 76)[None]
 
@@ -164,6 +171,19 @@ def test_names_of_wrappers_in_an_adapter_change_nothing(kind, folder, tmp_path):
     merged_model = load(folder / "base")
     merged_model.load_state_dict({n: read_whole(source, n) for n in source.shapes()}, strict=False)
     assert torch.allclose(merged_model(IDS).logits, expected, atol=1e-5)
+
+
+def test_an_active_adapter_is_removed_without_a_warning(folder):
+    """Warnings are errors here, and one that PEFT raised would leave half of it behind."""
+    served = add_named(load(folder / "base"), "one", folder / "adapter")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of PEFT's, about a second adapter
+        served = add_named(served, "two", folder / "adapter")
+    served.base_model.set_adapter("one")
+    remove_named(served, "one")
+    assert served.base_model.active_adapters == ["two"]
+    served.base_model.disable_adapter_layers()
+    assert torch.equal(served(IDS).logits, load(folder / "base")(IDS).logits)
 
 
 TOKENS = {"embed_tokens": [3, 5], "lm_head": [3, 5]}
