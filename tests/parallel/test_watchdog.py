@@ -139,7 +139,6 @@ def test_a_run_that_makes_progress_is_left_alone_and_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.proof
 def test_bytes_that_are_written_are_progress_of_a_save(tmp_path):
     def work():
         file = (tmp_path / "file").open("wb", buffering=0)
@@ -151,7 +150,6 @@ def test_bytes_that_are_written_are_progress_of_a_save(tmp_path):
     assert forked(work) == 0
 
 
-@pytest.mark.proof
 def test_a_suspended_run_is_not_ended(tmp_path):
     def work():
         with watched(ALONE, SOON, tmp_path) as world:
