@@ -22,6 +22,7 @@ from ..batch import Probe, StepRunner
 from ..data.text.codec import Codec
 from ..data.text.templates import template_mismatch
 from ..model import packed_kernels, products
+from ..model.isolation import select_prompt_sharing
 from ..model.loading import device, resolve, training_dtype
 from ..model.lora_targets import is_added
 from ..model.numerics import LossScaler, choose, replaced
@@ -30,7 +31,6 @@ from ..model.section import ModelSection
 from ..network.draft import NetworkOptions
 from ..network.network import Network
 from ..network.open import open_network, refuse_early
-from ..network.shard_loading import select_prompt_sharing
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import open_codec, tokenizer_folder
