@@ -9,7 +9,7 @@ from spread import UNEVEN, learn, trainer
 from surefoot.methods import LoRA
 from surefoot.model.outputs import WholeVocabulary
 from surefoot.parallel._collectives import part
-from surefoot.parallel.tensor_parallel import VocabParallelLogits, cut_vocabulary
+from surefoot.parallel.vocab_parallel import VocabParallelLogits, cut_vocabulary
 from surefoot.parallel.world import ALONE, MeshAxis
 from surefoot.stages import SFT
 

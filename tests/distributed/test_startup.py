@@ -28,10 +28,10 @@ from surefoot.data.text.codec import Codec
 from surefoot.data.training_data import TrainingData
 from surefoot.errors import ModelError
 from surefoot.methods import Freeze, Full, LLaMAPro, LoRA
-from surefoot.model.isolation import PromptSharing, use_packed
+from surefoot.model.isolation import PromptSharing, select_prompt_sharing, use_packed
 from surefoot.model.loading import load_model
 from surefoot.model.section import ModelSection
-from surefoot.network.shard_loading import init_on_meta, select_prompt_sharing
+from surefoot.network.shard_loading import init_on_meta
 from surefoot.optim._variants.adamw import AdamW
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import Recipe, load

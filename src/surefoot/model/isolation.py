@@ -59,6 +59,16 @@ class PromptSharing:
     is_proven: bool = False
 
 
+def select_prompt_sharing(
+    sharing: PromptSharing, model: PreTrainedModel, was_proven: bool | None
+) -> bool:
+    """Whether packed rows of ``model`` share prompts: as the check says, which depends on rounding,
+    at least for experts; so a resumed run keeps what ``was_proven``."""
+    if was_proven is not None and uses_document_attention(model):
+        sharing.is_proven = was_proven
+    return sharing.is_proven
+
+
 def use_packed(model: PreTrainedModel, longest: int = 0, probes: Sequence[Probe] = ()) -> bool:
     """Switch ``model`` to an attention that is right for packed rows with documents of up to
     ``longest`` tokens, and for ``probes``. Returns whether two responses may share a prompt. Raises

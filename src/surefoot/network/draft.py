@@ -43,7 +43,7 @@ from ..optim.state_tensor import ParameterKinds
 from ..parallel.section import ParallelSection
 from ..parallel.sharded_model import shard, shard_for_generation
 from ..parallel.sharding import Box, Cuts
-from ..parallel.tensor_parallel import cut_vocabulary
+from ..parallel.vocab_parallel import cut_vocabulary
 from ..parallel.world import World
 from ._coverage import CoverageRow
 from ._pipelined import PipelinedModel, to_pipeline

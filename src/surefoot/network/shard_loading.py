@@ -3,6 +3,10 @@ from the safetensors files.
 
 No rank ever has the full model: each reads, of every tensor that is still in its model after
 sharding, its own box. What a method adds (adapters) has the values that it would have on one rank.
+
+In the order of a start: ``init_on_meta`` makes a ``MetaModel``, ``MetaModel.apply`` adds the method
+and returns a ``ShardLoader``, ``draft`` shards the model, and ``ShardLoader.fill`` reads this
+rank's boxes. A ``Reader`` hides where the values of a tensor come from.
 """
 
 from __future__ import annotations
@@ -10,8 +14,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +30,6 @@ from ..checkpoint.state.states import BLOCK, local_box_of
 from ..errors import CheckpointError, ModelError
 from ..model.adapters import has_exact_lengths, lengths
 from ..model.config import as_dequantized, auto_class, form_of, read_config
-from ..model.isolation import PromptSharing
 from ..model.loading import (
     CapturedInit,
     device,
@@ -37,7 +40,6 @@ from ..model.loading import (
     names_stored,
     why_not_empty,
 )
-from ..model.packed_attention import uses_document_attention
 from ..model.section import ModelSection
 from ..model.weights import place
 from ..parallel.sharding import Box, Cuts
@@ -46,54 +48,10 @@ from ..parallel.world import World
 logger = logging.getLogger(__name__)
 Reader = Callable[[Box], torch.Tensor]  # the values of one box of one tensor
 _READERS = 4  # threads
-_COPY, _ORIGINAL = ".modules_to_save.default.", ".original_module."  # as PEFT calls them
+# Parts of names, as PEFT writes them.
+_COPY, _ORIGINAL = ".modules_to_save.default.", ".original_module."
 _TOKENS = ".trainable_tokens_delta.default"
 _MAGNITUDE, _BASE = ".lora_magnitude_vector.default.", ".base_layer."
-
-
-@dataclass(frozen=True)
-class MetaModel:
-    """A meta model, and the files of its weights."""
-
-    model: PreTrainedModel  # on the meta device; may be pruned or grown before a method is applied
-    source: TensorSource
-    stored: Mapping[torch.Tensor, str]  # each tensor of the model: its name in the files
-    names: Mapping[str, str]  # the same by its names in the model
-
-    def apply(
-        self, method: Callable[[PreTrainedModel], nn.Module]
-    ) -> tuple[nn.Module, ShardLoader]:
-        """The model with ``method`` applied, and the loaders of its values."""
-        base_readers: dict[torch.Tensor, Reader] = {}
-        for name, tensor in kept_tensors(self.model):
-            # by its name: what has been put in the place of a tensor since, grown or copied
-            if file_name := self.stored.get(tensor) or self.names.get(name):
-                base_readers[tensor] = self._reader(file_name, tensor)
-        by_place = {place(tensor): reader for tensor, reader in base_readers.items()}
-        # PEFT draws on the CPU, in its order. Drawn from a seed for each name, a mesh would start
-        # elsewhere than one process (decisions/0026).
-        with CapturedInit() as drawn:
-            policy = method(self.model)
-        _restore_constants(policy, drawn)
-        readers: dict[str, Reader] = {}
-        for name, tensor in kept_tensors(policy):
-            if tensor in base_readers:
-                readers[name] = base_readers[tensor]
-            elif (values := drawn.of(tensor)) is not None:
-                readers[name] = partial(piece, values)
-            elif (source := drawn.source_of(tensor)) is not None and place(source) in by_place:
-                readers[name] = by_place[place(source)]
-        for name, tensor in kept_tensors(policy):
-            if name not in readers:
-                # After all others, of which these are copies.
-                readers[name] = _made_of_others(name, tensor, policy, readers)
-        return policy, ShardLoader(readers, dict(kept_tensors(policy)))
-
-    def _reader(self, stored: str, tensor: torch.Tensor) -> Reader:
-        """Read ``stored`` as transformers would: in the dtype of ``tensor``, with any new rows."""
-        if tuple(tensor.shape) == self.source.shapes()[stored]:
-            return partial(_read_as, self.source, stored, tensor.dtype)
-        return _ResizedEmbedding(self.source, stored, tuple(tensor.shape), tensor.dtype)
 
 
 def init_on_meta(
@@ -120,14 +78,14 @@ def init_on_meta(
         return only_in_full(str(error))
     # transformers itself renames, ties, and reports what is missing: a table of names of our own
     # would be wrong with its next version (decisions/0026)
-    file_tensors = _metas(source)
+    file_tensors = _meta_tensors(source)
     model = load_model(base, section, dtype=dtype, weights=file_tensors)
     unknown_buffer = fill_buffers(model)
-    _settle_ties(model, source)
+    _tie_equal_weights(model, source)
     file_names = names_stored(model, file_tensors)
     tensors = dict(kept_tensors(model))
-    if merged := [name for name in tensors if name not in file_names]:
-        return only_in_full(f"{merged[0]} has no tensor of its own in the files")
+    if fused := [name for name in tensors if name not in file_names]:
+        return only_in_full(f"{fused[0]} has no tensor of its own in the files")
     if unknown_buffer is not None:
         return only_in_full(f"nothing initializes its buffer {unknown_buffer}, which is in no file")
     stored = {tensor: file_names[name] for name, tensor in tensors.items()}
@@ -135,58 +93,7 @@ def init_on_meta(
     return MetaModel(model, source, stored, file_names | {name: stored[p] for name, p in aliases})
 
 
-def open_base(
-    base: Path, section: ModelSection, weights: Path | None = None, *, is_checked: bool = False
-) -> TensorSource:
-    """The tensors of the model in ``base``, with the values in ``weights`` if that is given; those
-    that are stored in one of the ``FORMS`` of quantized weights dequantized. ``is_checked`` as in
-    ``FolderSource``. Raises ``ModelError`` if a part of a quantized weight is wrong."""
-    source = open_named(weights or base, base, is_checked=is_checked)
-    form = form_of(read_config(base, section), base)
-    if form is None:
-        return source
-    dtypes = source.dtypes()
-    kinds = {name: (shape, dtypes[name]) for name, shape in source.shapes().items()}
-    try:
-        quantized = form.weights(kinds, partial(read_whole, source))
-    except ModelError as error:
-        raise ModelError(f"{weights or base}: {error}") from None
-    # Some writers add biases, all zeros, to layers of models that have none.
-    biases = {name: f"{name.removesuffix('weight')}bias" for name in quantized}
-    added = {name: bias for name, bias in biases.items() if bias in source.shapes()}
-    if added:
-        with torch.device("meta"):
-            config = as_dequantized(read_config(base, section))
-            model = auto_class(config).from_config(config)
-        parameter_names = {name for name, _ in model.named_parameters()}
-        quantized |= {
-            name: replace(quantized[name], unused=(*quantized[name].unused, bias))
-            for name, bias in added.items()
-            if bias not in parameter_names and not read_whole(source, bias).any()
-        }
-    return ComputedSource(source, quantized)
-
-
-def check_fits(base: Path, section: ModelSection, source: TensorSource) -> None:
-    """Raise ``ModelError`` unless ``source`` has the tensors, by name and shape, of the model that
-    the configuration in ``base`` describes. What can only be loaded in full is not checked."""
-    if why_not_empty(base, section) is None:
-        load_model(base, section, dtype="auto", weights=_metas(source))
-
-
-def read_base(base: Path, section: ModelSection, weights: Path | None) -> dict[str, torch.Tensor]:
-    """All tensors of ``open_base``, in memory. Raises ``ModelError`` for a model with code of its
-    own, which could not be given them."""
-    if why := why_not_empty(base, section):
-        raise ModelError(f"{base}: {why}, so its quantized weights are not read")
-    source = open_base(base, section, weights)
-    try:
-        return {name: read_whole(source, name) for name in source.shapes()}
-    except ModelError as error:
-        raise ModelError(f"{weights or base}: {error}") from None
-
-
-def _metas(source: TensorSource) -> dict[str, torch.Tensor]:
+def _meta_tensors(source: TensorSource) -> dict[str, torch.Tensor]:
     dtypes = source.dtypes()
     return {
         name: torch.empty(shape, dtype=dtypes[name], device="meta")
@@ -194,15 +101,15 @@ def _metas(source: TensorSource) -> dict[str, torch.Tensor]:
     }
 
 
-def _settle_ties(model: PreTrainedModel, source: TensorSource) -> None:
+def _tie_equal_weights(model: PreTrainedModel, source: TensorSource) -> None:
     """Tie weights that are separate in the files, if they are equal."""
-    stored = names_stored(model, _metas(source))
+    file_names = names_stored(model, _meta_tensors(source))
     for target_name, source_name in list(model.all_tied_weights_keys.items()):
-        if target_name not in stored or source_name not in stored:
+        if target_name not in file_names or source_name not in file_names:
             continue  # one object already
-        # The configuration alone says that they are tied: one of two
-        # matrices would be lost in silence.
-        if not same_values(source, stored[target_name], stored[source_name]):
+        # The configuration alone says that they are tied: one of two matrices would be lost in
+        # silence.
+        if not same_values(source, file_names[target_name], file_names[source_name]):
             logger.warning("%s and %s are not tied: their values differ", target_name, source_name)
             model.all_tied_weights_keys.pop(target_name)
     # Computed again, the mapping would have the pairs that were just removed.
@@ -210,18 +117,71 @@ def _settle_ties(model: PreTrainedModel, source: TensorSource) -> None:
 
 
 @dataclass(frozen=True)
+class MetaModel:
+    """A meta model, and the files of its weights."""
+
+    model: PreTrainedModel  # on the meta device; may be pruned or grown before a method is applied
+    source: TensorSource
+    stored: Mapping[torch.Tensor, str]  # each tensor of the model: its name in the files
+    names: Mapping[str, str]  # the same by its names in the model
+
+    def apply(
+        self, method: Callable[[PreTrainedModel], nn.Module]
+    ) -> tuple[nn.Module, ShardLoader]:
+        """The model with ``method`` applied, and the loaders of its values."""
+        base_readers: dict[torch.Tensor, Reader] = {}
+        for name, tensor in kept_tensors(self.model):
+            # by its name: what has been put in the place of a tensor since, grown or copied
+            if file_name := self.stored.get(tensor) or self.names.get(name):
+                base_readers[tensor] = self._reader(file_name, tensor)
+        by_place = {place(tensor): reader for tensor, reader in base_readers.items()}
+        # PEFT draws on the CPU, in its order. Drawn from a seed for each name, a mesh would start
+        # elsewhere than one process (decisions/0026).
+        with CapturedInit() as captured:
+            policy = method(self.model)
+        _restore_constants(policy, captured)
+        tensors, readers = dict(kept_tensors(policy)), dict[str, Reader]()
+        for name, tensor in tensors.items():
+            if tensor in base_readers:
+                readers[name] = base_readers[tensor]
+            elif (values := captured.of(tensor)) is not None:
+                readers[name] = partial(piece, values)
+            elif (copied := captured.source_of(tensor)) is not None and place(copied) in by_place:
+                readers[name] = by_place[place(copied)]
+        for name, tensor in tensors.items():
+            if name not in readers:  # after all others, from which these are derived
+                readers[name] = _derived_reader(name, tensor, policy, readers)
+        return policy, ShardLoader(readers, tensors)
+
+    def _reader(self, file_name: str, tensor: torch.Tensor) -> Reader:
+        """Read ``file_name`` as transformers would: in the dtype of ``tensor``, with new rows."""
+        if tuple(tensor.shape) == self.source.shapes()[file_name]:
+            return partial(_read_as, self.source, file_name, tensor.dtype)
+        return _ResizedEmbedding(self.source, file_name, tuple(tensor.shape), tensor.dtype)
+
+
+def _restore_constants(policy: nn.Module, captured: CapturedInit) -> None:
+    """Put back the values of buffers that the method adds and that are in no file: indices."""
+    for prefix, module in policy.named_modules():
+        for name in module._non_persistent_buffers_set if prefix else ():
+            buffer = module._buffers[name]
+            if buffer is not None and (values := captured.of(buffer)) is not None:
+                module._buffers[name] = values
+
+
+@dataclass(frozen=True)
 class ShardLoader:
     """The loaders of a model's tensors, by their names."""
 
     readers: Mapping[str, Reader]
-    tensors: Mapping[str, torch.Tensor]  # by the same names, before they were cut
+    tensors: Mapping[str, torch.Tensor]  # by the same names, before they were sharded
 
     def of(self, model: nn.Module) -> ShardLoader:
         """Those of the tensors that ``model`` still has, perhaps under another name (tied ones)."""
         names = {id(tensor): name for name, tensor in self.tensors.items()}
-        left = {new: names[id(t)] for new, t in kept_tensors(model) if id(t) in names}
-        readers = {new: self.readers[old] for new, old in left.items() if old in self.readers}
-        return ShardLoader(readers, {new: self.tensors[old] for new, old in left.items()})
+        old_names = {new: names[id(t)] for new, t in kept_tensors(model) if id(t) in names}
+        readers = {new: self.readers[old] for new, old in old_names.items() if old in self.readers}
+        return ShardLoader(readers, {new: self.tensors[old] for new, old in old_names.items()})
 
     def fill(self, model: nn.Module, cuts: Mapping[str, Cuts], world: World) -> None:
         """Materialize ``model`` on this rank's device, and load its shards. Raises ``ModelError``
@@ -229,30 +189,20 @@ class ShardLoader:
         materialize(model, device())
         tensors = dict(kept_tensors(model))
 
-        def fill(name: str) -> None:
+        def fill_box(name: str) -> None:
             local_box_of(name, tensors[name].detach(), cuts.get(name)).fill(self.readers[name])
 
         problem = None
         try:
             with ThreadPoolExecutor(_READERS) as pool:
                 # As a list: only who asks for a result gets the error of its thread.
-                list(pool.map(fill, self.readers))
+                list(pool.map(fill_box, self.readers))
         except (CheckpointError, ModelError) as error:
             problem = str(error)
         # One rank that raised alone would leave the others waiting in their next collective until
         # it times out.
         if problem := world.first_of(problem):
             raise ModelError(problem)
-
-
-def select_prompt_sharing(
-    sharing: PromptSharing, model: PreTrainedModel, was_proven: bool | None
-) -> bool:
-    """Whether packed rows of ``model`` share prompts: as the check says, which depends on rounding,
-    at least for experts; so a resumed run keeps what ``was_proven``."""
-    if was_proven is not None and uses_document_attention(model):
-        sharing.is_proven = was_proven
-    return sharing.is_proven
 
 
 def _read_as(source: TensorSource, name: str, dtype: torch.dtype, box: Box) -> torch.Tensor:
@@ -267,34 +217,23 @@ class _ResizedEmbedding:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    _means: list[torch.Tensor] = field(default_factory=list)
 
     def __call__(self, box: Box) -> torch.Tensor:
-        rows = self.source.shapes()[self.name][0]
+        num_old_rows = self.source.shapes()[self.name][0]
         values = torch.empty(box.shape, dtype=self.dtype)
-        old = box & Box.whole((rows, *self.shape[1:]))
-        if old is not None:
-            values[old.slices_in(box)] = self.source.read(self.name, old).to(self.dtype)
-        if box.stop[0] > rows:
-            new = max(0, rows - box.start[0])
-            columns = tuple(slice(a, b) for a, b in zip(box.start[1:], box.stop[1:], strict=True))
-            values[new:] = self._mean()[columns]
+        old_rows = box & Box.whole((num_old_rows, *self.shape[1:]))
+        if old_rows is not None:
+            values[old_rows.slices_in(box)] = self.source.read(self.name, old_rows).to(self.dtype)
+        if box.stop[0] > num_old_rows:
+            first_new = max(0, num_old_rows - box.start[0])
+            columns = tuple(slice(*ends) for ends in zip(box.start[1:], box.stop[1:], strict=True))
+            values[first_new:] = self._mean[columns]
         return values
 
+    @cached_property
     def _mean(self) -> torch.Tensor:
-        if not self._means:  # to the bit as the mean of the whole: sums in one order
-            whole = read_whole(self.source, self.name).to(self.dtype)
-            self._means.append(whole.float().mean(0).to(self.dtype))
-        return self._means[0]
-
-
-def _restore_constants(policy: nn.Module, drawn: CapturedInit) -> None:
-    """Put back the values of buffers that the method adds and that are in no file: indices."""
-    for prefix, module in policy.named_modules():
-        for name in module._non_persistent_buffers_set if prefix else ():
-            buffer = module._buffers[name]
-            if buffer is not None and (values := drawn.of(buffer)) is not None:
-                module._buffers[name] = values
+        # of the full matrix on every rank, so that its sums have one order and the bits are equal
+        return read_whole(self.source, self.name).to(self.dtype).float().mean(0).to(self.dtype)
 
 
 def piece(values: torch.Tensor, box: Box) -> torch.Tensor:
@@ -302,7 +241,7 @@ def piece(values: torch.Tensor, box: Box) -> torch.Tensor:
     return values[box.slices_in(Box.whole(tuple(values.shape)))]
 
 
-def _made_of_others(
+def _derived_reader(
     name: str, tensor: torch.Tensor, policy: nn.Module, readers: Mapping[str, Reader]
 ) -> Reader:
     """The values that PEFT would derive from those of other tensors: a copy, some rows, or the
@@ -310,9 +249,9 @@ def _made_of_others(
     if (original := name.replace(_COPY, _ORIGINAL)) in readers:
         return readers[original]
     adapter = name.removesuffix(_TOKENS)
-    if adapter != name and (rows := f"{adapter}.base_layer.weight") in readers:
+    if adapter != name and (embedding := f"{adapter}.base_layer.weight") in readers:
         ids: Any = policy.get_submodule(adapter).token_indices
-        return partial(_rows, readers[rows], ids["default"])
+        return partial(_rows, readers[embedding], ids["default"])
     base = name.replace(_MAGNITUDE, _BASE)
     if base in readers and tensor.dim() == 1:
         module: Any = policy.get_submodule(name.rpartition(".")[0])
@@ -351,3 +290,54 @@ def _column_lengths(
     columns = Box((0, *box.start), (shape[0], *box.shape))
     norms = lengths(read(columns).T)
     return norms if dtype is None else norms.to(dtype)
+
+
+def open_base(
+    base: Path, section: ModelSection, weights: Path | None = None, *, is_checked: bool = False
+) -> TensorSource:
+    """The tensors of the model in ``base``, with the values in ``weights`` if that is given; those
+    that are stored in one of the ``FORMS`` of quantized weights dequantized. ``is_checked`` as in
+    ``FolderSource``. Raises ``ModelError`` if a part of a quantized weight is wrong."""
+    source = open_named(weights or base, base, is_checked=is_checked)
+    form = form_of(read_config(base, section), base)
+    if form is None:
+        return source
+    dtypes = source.dtypes()
+    kinds = {name: (shape, dtypes[name]) for name, shape in source.shapes().items()}
+    try:
+        quantized = form.weights(kinds, partial(read_whole, source))
+    except ModelError as error:
+        raise ModelError(f"{weights or base}: {error}") from None
+    # Some writers add biases, all zeros, to layers of models that have none.
+    biases = {name: f"{name.removesuffix('weight')}bias" for name in quantized}
+    added = {name: bias for name, bias in biases.items() if bias in source.shapes()}
+    if added:
+        with torch.device("meta"):
+            config = as_dequantized(read_config(base, section))
+            model = auto_class(config).from_config(config)
+        parameter_names = {name for name, _ in model.named_parameters()}
+        quantized |= {
+            name: replace(quantized[name], unused=(*quantized[name].unused, bias))
+            for name, bias in added.items()
+            if bias not in parameter_names and not read_whole(source, bias).any()
+        }
+    return ComputedSource(source, quantized)
+
+
+def read_base(base: Path, section: ModelSection, weights: Path | None) -> dict[str, torch.Tensor]:
+    """All tensors of ``open_base``, in memory. Raises ``ModelError`` for a model with code of its
+    own, which could not be given them."""
+    if why := why_not_empty(base, section):
+        raise ModelError(f"{base}: {why}, so its quantized weights are not read")
+    source = open_base(base, section, weights)
+    try:
+        return {name: read_whole(source, name) for name in source.shapes()}
+    except ModelError as error:
+        raise ModelError(f"{weights or base}: {error}") from None
+
+
+def check_fits(base: Path, section: ModelSection, source: TensorSource) -> None:
+    """Raise ``ModelError`` unless ``source`` has the tensors, by name and shape, of the model that
+    the configuration in ``base`` describes. What can only be loaded in full is not checked."""
+    if why_not_empty(base, section) is None:
+        load_model(base, section, dtype="auto", weights=_meta_tensors(source))

@@ -21,16 +21,15 @@ from transformers import PreTrainedTokenizerBase
 from ..batch import Probe, StepRunner
 from ..data.text.codec import Codec
 from ..data.text.templates import template_mismatch
-from ..model import packed_kernels, products
+from ..model import packed_attention, packed_kernels, products
+from ..model.isolation import select_prompt_sharing
 from ..model.loading import device, resolve, training_dtype
 from ..model.lora_targets import is_added
 from ..model.numerics import LossScaler, choose, replaced
-from ..model.packed_attention import PREFIX
 from ..model.section import ModelSection
 from ..network.draft import NetworkOptions
 from ..network.network import Network
 from ..network.open import open_network, refuse_early
-from ..network.shard_loading import select_prompt_sharing
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import open_codec, tokenizer_folder
@@ -150,7 +149,7 @@ def settle_packing(recipe: Recipe, trainer: Trainer, policy: Network, *, is_resu
     # By an order that is written down, never by timing: kernels add up in different orders, so two
     # launches of one recipe differed with what else the machine did (docs/decisions/0041).
     is_free = recipe.model.attention == "auto" and world.pp == 1
-    if is_free and inner.config._attn_implementation == f"{PREFIX}sdpa":
+    if is_free and inner.config._attn_implementation == f"{packed_attention.PREFIX}sdpa":
         kernel = kernels.packed_attention or (packed_kernels.BY_DOCUMENT if is_resumed else None)
         bounds = data_loading.packed_bounds(recipe, trainer.windows.loader)
         if kernel is None and world.is_main:

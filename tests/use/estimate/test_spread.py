@@ -11,7 +11,8 @@ from surefoot.model import outputs
 from surefoot.model.numerics import autocast
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.sharded_model import shard
-from surefoot.parallel.tensor_parallel import cut_vocabulary, widened
+from surefoot.parallel.tensor_parallel import widened
+from surefoot.parallel.vocab_parallel import cut_vocabulary
 from surefoot.use.estimate._dry_run import LiveBytes, describe, dry_run_batch
 from surefoot.use.estimate._memory_model import MeshShape, memory
 

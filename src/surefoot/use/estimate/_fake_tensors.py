@@ -27,8 +27,9 @@ from ...network.draft import Draft, from_config, method_of
 from ...network.runner import ModelForward
 from ...parallel.sharded_model import layers
 from ...parallel.sharding import chunk
-from ...parallel.tensor_parallel import VocabParallelLogits, cut_tensors
+from ...parallel.tensor_parallel import cut_tensors
 from ...parallel.tp_plan import LayerRange, cuts_vocabulary
+from ...parallel.vocab_parallel import VocabParallelLogits
 
 
 @dataclass(frozen=True)
