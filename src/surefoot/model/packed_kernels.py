@@ -184,10 +184,8 @@ def register(name: str, kernel: RowKernel) -> None:
         attention_mask: torch.Tensor | None,
         **kwargs: object,
     ) -> tuple[torch.Tensor, None]:
-        bounds, unsupported = (
-            kwargs.get("document_bounds"),
-            ("dropout", "sliding_window", "softcap"),
-        )
+        bounds = kwargs.get("document_bounds")
+        unsupported = ("dropout", "sliding_window", "softcap")
         is_plain = not any(map(kwargs.get, unsupported)) and kwargs.get("s_aux") is None
         if not is_plain or not isinstance(bounds, DocumentBounds):
             return attend_by_document(module, query, key, value, attention_mask, **kwargs)
