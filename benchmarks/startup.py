@@ -59,6 +59,7 @@ LOG_KEYS = {"surefoot": "log_steps", "llamafactory": "logging_steps"}
 TYPOS = {"surefoot": "log_stepz", "llamafactory": "logging_stepz"}
 EXIT_CODES = {"surefoot": 2, "llamafactory": 1}  # of a misspelt key
 PROGRAMS = {"surefoot": peers.SUREFOOT, "llamafactory": peers.LLAMAFACTORY}
+IMPORTS = "import torch, transformers.models.qwen2.modeling_qwen2, peft"
 HELP = {"surefoot": "--help", "llamafactory": "help"}
 STEPS = {"surefoot": "metrics.jsonl", "llamafactory": "trainer_log.jsonl"}
 
@@ -74,6 +75,11 @@ class Bench:
         """Python alone: no subject can be below it."""
         python = {"surefoot": sys.executable, "llamafactory": str(peers.PYTHON)}[tool]
         return self._timed(tool, [python, "-c", "pass"])
+
+    def imports(self, tool: str) -> Sample:
+        """What a first step cannot do without: torch, the model's own module, PEFT."""
+        python = {"surefoot": sys.executable, "llamafactory": str(peers.PYTHON)}[tool]
+        return self._timed(tool, [python, "-c", IMPORTS])
 
     def help(self, tool: str) -> Sample:
         """The help text."""
@@ -117,6 +123,7 @@ class Bench:
 
 TITLES: dict[str, tuple[str, Callable[[Bench, str], Sample]]] = {
     "interpreter": ("`python -c pass` (floor)", Bench.interpreter),
+    "imports": ("torch, the model's module and PEFT imported (floor)", Bench.imports),
     "help": ("help", Bench.help),
     "version": ("version", Bench.version),
     "typo": ("a misspelt key is refused", Bench.typo),
