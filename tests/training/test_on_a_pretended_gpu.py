@@ -17,6 +17,7 @@ from surefoot.errors import RecipeError
 from surefoot.methods import METHODS
 from surefoot.model import numerics, packed_kernels
 from surefoot.model.numerics import use_deterministic_kernels
+from surefoot.model.packed_attention import DocumentBounds, RowMask
 from surefoot.optim import OPTIMIZERS
 from surefoot.parallel.world import ALONE
 from surefoot.stages import STAGES
@@ -185,6 +186,16 @@ def test_attention_that_fails_in_its_backward_pass_leaves_no_strict_mode(tmp_pat
             assert torch.is_deterministic_algorithms_warn_only_enabled()
         finally:
             use_deterministic_kernels(False)
+
+
+def test_a_mask_of_pictures_waits_once_for_all_documents_of_a_row():
+    def sees(_row, _head, query, key):
+        return (key <= query) | (query // 4 == key // 4)  # within a picture in both directions
+
+    with pretended_gpu() as gpu:
+        masks = RowMask(sees, GPU).of_documents(DocumentBounds([0, 1, 4, 9]))
+    assert [mask is None for mask in masks] == [True, False, False]
+    assert [wait.operation for wait in gpu.waits] == ["copy to the host"]
 
 
 def test_memory_that_cannot_be_pinned_leaves_no_error_for_the_next_kernel():

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import Any, TypeVar, cast
 
 import torch
@@ -229,12 +229,11 @@ def _attend_documents(
     ]
     # split, not slices: the backward pass of a slice would fill a whole row with zeros
     chunks = zip(*(torch.split(tensor, chunk_lengths, dim=2) for tensor in heads), strict=True)
-    outputs, start = [], 0
-    for prompt, first_response, *later_responses in bounds.documents:
-        chunk, stop = next(chunks), start + prompt + first_response
-        mask = None if row_mask is None else row_mask.of_document(start, stop)
+    masks = repeat(None) if row_mask is None else row_mask.of_documents(bounds)
+    outputs = []
+    for (prompt, _, *later_responses), mask in zip(bounds.documents, masks, strict=False):
+        chunk = next(chunks)
         outputs.append(kernel(chunk, scoring if mask is None else replace(scoring, mask=mask)))
-        start = stop + sum(later_responses)
         if not any(later_responses):
             continue
         # once, not per response: the backward pass of each fills the chunk with zeros
@@ -317,19 +316,29 @@ class RowMask:
 
     def __init__(self, function: Callable[..., torch.Tensor], device: torch.device) -> None:
         self._function, self._device = function, device
-        self._masks: dict[tuple[int, int], torch.Tensor | None] = {}  # by document
+        self._masks: list[torch.Tensor | None] | None = None  # of the row's documents
 
-    def of_document(self, start: int, stop: int) -> torch.Tensor | None:
-        """[n, n] the keys that each query attends to; None if they are those before it."""
-        if (start, stop) not in self._masks:
-            positions = torch.arange(start, stop, device=self._device)
-            first = torch.zeros(1, 1, dtype=torch.int64, device=self._device)  # row and head
-            mask = self._function(first, first, positions[:, None], positions[None])
-            mask = mask.expand(len(positions), len(positions))
-            # of a model on the meta device only the shapes matter
-            is_causal = mask.is_meta or torch.equal(mask, torch.ones_like(mask).tril())
-            self._masks[start, stop] = None if is_causal else mask
-        return self._masks[start, stop]
+    def of_documents(self, bounds: DocumentBounds) -> list[torch.Tensor | None]:
+        """[n, n] of each document, its first response with it: the keys that each query attends to;
+        None if they are those before it."""
+        if self._masks is None:  # all layers of a type have this mask
+            lengths = [prompt + response for prompt, response, *_ in bounds.documents]
+            starts = bounds.values[:-1]
+            masks = [self._mask(start, n) for start, n in zip(starts, lengths, strict=True)]
+            are_causal = [(mask == torch.ones_like(mask).tril()).all() for mask in masks]
+            # One wait for the device, not one for each document; of a model on the meta device
+            # only the shapes matter.
+            is_meta = self._device.type == "meta"
+            flags = [True] * len(masks) if is_meta else torch.stack(are_causal).tolist()
+            pairs = zip(masks, flags, strict=True)
+            self._masks = [None if is_causal else mask for mask, is_causal in pairs]
+        return self._masks
+
+    def _mask(self, start: int, length: int) -> torch.Tensor:
+        positions = torch.arange(start, start + length, device=self._device)
+        first = torch.zeros(1, 1, dtype=torch.int64, device=self._device)  # row and head
+        mask = self._function(first, first, positions[:, None], positions[None])
+        return mask.expand(len(positions), len(positions))
 
 
 def _mask_with_row(
