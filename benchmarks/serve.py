@@ -25,9 +25,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from statistics import median
+from typing import NamedTuple
 
 import httpx
+import numpy as np
 import psutil
 from inputs import make_adapter, make_dataset, make_model
 from measure import machine, say, spread, table, versions
@@ -44,6 +45,14 @@ SYSTEM = (
 )
 NUM_COMPARED = 8  # answers
 WORDS = ["trees", "rivers", "towns", "roads", "ships", "birds", "bread", "snow"]
+
+
+class Round(NamedTuple):
+    """What one round of requests measured."""
+
+    per_second: float  # tokens
+    per_cpu_second: float
+    waits: list[float]  # seconds to the first token of each client
 
 
 def commands(model: Path, llamafactory: str | None) -> dict[str, tuple[list[str], dict[str, str]]]:
@@ -151,16 +160,15 @@ def cpu_seconds(process: psutil.Process) -> float:
     return sum(sum(one.cpu_times()[:2]) for one in every)
 
 
-def measured(server: Server, asked: Sequence[Mapping[str, object]]) -> tuple[float, float, float]:
-    """Tokens per second and per CPU second of all clients together, and the median time to the
-    first token."""
+def measured(server: Server, asked: Sequence[Mapping[str, object]]) -> Round:
+    """One round of all clients together."""
     url, process = server
     with ThreadPoolExecutor(len(asked)) as pool:
         before, start = cpu_seconds(process), time.monotonic()
         tokens = sum(count for _, count in pool.map(lambda one: answered(url, one), asked))
         seconds, cpu = time.monotonic() - start, cpu_seconds(process) - before
         waits = list(pool.map(lambda one: first(url, one), asked))
-    return tokens / seconds, tokens / cpu, median(waits)
+    return Round(tokens / seconds, tokens / cpu, waits)
 
 
 def beside(counts: Sequence[int], clients: Sequence[int], arguments: argparse.Namespace) -> None:
@@ -184,15 +192,20 @@ def beside(counts: Sequence[int], clients: Sequence[int], arguments: argparse.Na
             server = started("surefoot", command, own, port, log)
             servers[subject] = stack.enter_context(server)
             answered(servers[subject][0], of_adapters(1, 0, 4))
-        found: dict[tuple[int, int, str], list[tuple[float, float, float]]] = {}
+        found: dict[tuple[int, int, str], list[Round]] = {}
         for _ in range(arguments.repetitions):
             for key in ((k, n, subject) for k in counts for n in clients for subject in servers):
                 asked = [of_adapters(key[0], i, arguments.tokens) for i in range(key[1])]
                 found.setdefault(key, []).append(measured(servers[key[2]], asked))
-                say(f"{key}: {found[key][-1]}")
+                say(f"{key}: {found[key][-1].per_second:.0f} tokens/s")
     print(f"{machine()}; {versions('surefoot', 'transformers', 'torch', 'peft')}.")
     rows = [
-        [str(key[0]), str(key[1]), key[2], *(spread([one[i] for one in values], 0) for i in (0, 1))]
+        [
+            *(str(number) for number in key[:2]),
+            key[2],
+            spread([one.per_second for one in values], 0),
+            spread([one.per_cpu_second for one in values], 0),
+        ]
         for key, values in found.items()
     ]
     print(table(["adapters", "clients", "code", "tokens/s", "tokens/CPU s"], rows))
@@ -257,28 +270,30 @@ def compared(clients: Sequence[int], arguments: argparse.Namespace) -> None:
         make_model(model, make_dataset(root / "data", 400), **SIZES[arguments.size])
         servers = all_started(stack, root, model, arguments)
         say_whether_equal(servers, model, arguments.tokens)
-        found: dict[tuple[int, str], list[tuple[float, float, float]]] = {}
+        found: dict[tuple[int, str], list[Round]] = {}
         for _ in range(arguments.repetitions):
             for count, subject in ((count, subject) for count in clients for subject in servers):
                 asked = [body(subject, model, i, arguments.tokens) for i in range(count)]
                 found.setdefault((count, subject), []).append(measured(servers[subject], asked))
-                say(f"{count} {subject}: {found[count, subject][-1]}")
+                say(f"{count} {subject}: {found[count, subject][-1].per_second:.0f} tokens/s")
     print(f"{machine()}; {versions('surefoot', 'transformers', 'torch')}.")
     rows = []
     for (count, subject), values in found.items():
-        first = found[count, next(iter(servers))]
-        ratios = [one[0] / other[0] for one, other in zip(first, values, strict=True)]
-        speeds = (spread([one[place] for one in values], 0) for place in (0, 1))
-        waits = spread([one[2] for one in values])
-        rows.append([subject, str(count), *speeds, waits, spread(ratios)])
-    head = [
-        "server",
-        "clients",
-        "tokens/s",
-        "tokens/CPU s",
-        "first token, s",
-        "Surefoot has, times",
-    ]
+        pairs = list(zip(found[count, next(iter(servers))], values, strict=True))
+        waits = np.percentile([wait for one in values for wait in one.waits], [50, 95])
+        rows.append(
+            [
+                subject,
+                str(count),
+                spread([one.per_second for one in values], 0),
+                spread([one.per_cpu_second for one in values], 0),
+                *(f"{wait:.2f}" for wait in waits),
+                spread([ours.per_second / one.per_second for ours, one in pairs]),
+                spread([ours.per_cpu_second / one.per_cpu_second for ours, one in pairs]),
+            ]
+        )
+    head = ["server", "clients", "tokens/s", "tokens/CPU s", "first token, p50 s", "p95 s"]
+    head += ["times, tokens/s", "times, tokens/CPU s"]
     print(table(head, rows))
 
 
