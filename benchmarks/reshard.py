@@ -32,6 +32,7 @@ TASKS = {
     "merge_columns": ("8 to 1, cut by rows and columns", ["cp", "surefoot", "dcp", "mindspore"]),
     "reshard": ("8 to 4, by rows", ["cp", "surefoot", OURS, "mindspore"]),
     "split": ("1 to 8, by rows", ["cp", "surefoot", OURS, "mindspore"]),
+    "mindspore": ("Hugging Face to MindSpore, whole", ["cp", "to_mindspore", "from_mindspore"]),
     "load": ("8 to 1, into tensors", [OURS, "dcp", "dcp_columns"]),
 }
 TITLES = {
@@ -41,6 +42,8 @@ TITLES = {
     "dcp": "PyTorch DCP",
     "dcp_columns": "PyTorch DCP, cut by rows and columns",
     "mindspore": "MindSpore",
+    "to_mindspore": "Surefoot, to MindSpore's names and files",
+    "from_mindspore": "Surefoot, back from them",
 }
 POLL_SECONDS = 0.02
 

@@ -18,9 +18,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+from transformers import LlamaConfig
 
 from surefoot.checkpoint.converting._resharding import reshard
-from surefoot.checkpoint.converting.targets import write_dcp
+from surefoot.checkpoint.converting.targets import TARGETS, write_dcp
 from surefoot.checkpoint.disk.tensorfile import explain
 from surefoot.checkpoint.layouts.layout import file_name
 from surefoot.checkpoint.layouts.opening import open_folder
@@ -28,6 +29,7 @@ from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.checkpoint.sources import copy
 from surefoot.parallel.sharding import Box, Mesh
+from surefoot.use.exporting.conversion import convert
 
 EIGHT, FOUR = Mesh(dp_shard=8), Mesh(dp_shard=4)
 
@@ -55,6 +57,19 @@ def make(sources: Path, num_bytes: float) -> None:
     reshard(sources / "ours_1", sources / "ours_8", layout="distributed", mesh=EIGHT)
     for kind in ("rows", "columns"):
         _write_boxes(sources / f"boxes_{kind}", tensors, kind)
+    model = sources / "huggingface"
+    LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        hidden_size=boxes.HIDDEN,
+        intermediate_size=boxes.INNER,
+        vocab_size=boxes.VOCABULARY,
+        num_hidden_layers=sum(name.endswith("q_proj.weight") for name in tensors),
+        num_attention_heads=16,
+        tie_word_embeddings=False,
+        dtype="float32",
+    ).save_pretrained(model)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    _to_mindspore(model, sources / "mindspore")
 
 
 def _write_boxes(folder: Path, tensors: dict[str, torch.Tensor], kind: str) -> None:
@@ -107,6 +122,14 @@ def _boxes_to(mesh: Mesh) -> Callable[[Path, Path], object]:
     return lambda source, target: write_dcp(open_folder(source), target, mesh=mesh)
 
 
+def _to_mindspore(source: Path, target: Path) -> None:
+    convert(source, target, TARGETS["mindspore"]())
+
+
+def _from_mindspore(source: Path, target: Path) -> None:
+    convert(source, target, TARGETS["huggingface"]())
+
+
 # By task and subject: what is converted, and how.
 WORK: dict[tuple[str, str], tuple[str, Callable[[Path, Path], object]]] = {
     ("merge", "cp"): ("boxes_rows", cp),
@@ -122,6 +145,9 @@ WORK: dict[tuple[str, str], tuple[str, Callable[[Path, Path], object]]] = {
     ("split", "cp"): ("ours_1", cp),
     ("split", "surefoot"): ("ours_1", _boxes_to(EIGHT)),
     ("split", "surefoot_checkpoint"): ("ours_1", _to(EIGHT)),
+    ("mindspore", "cp"): ("huggingface", cp),
+    ("mindspore", "to_mindspore"): ("huggingface", _to_mindspore),
+    ("mindspore", "from_mindspore"): ("mindspore", _from_mindspore),
     ("load", "surefoot_checkpoint"): ("ours_8", load_ours),
     ("load", "dcp"): ("boxes_rows", load_dcp),
     ("load", "dcp_columns"): ("boxes_columns", load_dcp),
