@@ -1,6 +1,6 @@
 """``surefoot eval``: evaluate a model on data it was not trained on, or on tasks of lm-eval.
 
-Heavy imports follow the checks of what was typed, and the start of the ranks, which do them anew.
+Heavy imports follow the checks of what was typed, and the start of the ranks, which repeat both.
 """
 
 from __future__ import annotations
