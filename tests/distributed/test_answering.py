@@ -18,8 +18,8 @@ from surefoot.generate.section import GenerateSection
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.sharded_model import with_replicas
 from surefoot.parallel.world import ALONE
+from surefoot.plugins.mindspore.target import MindSporeFolder
 from surefoot.plugins.mindspore.tensor_layout import ParallelConfig
-from surefoot.plugins.mindspore.writing import MindSporeFolder
 from surefoot.recipe.recipe import load
 from surefoot.storage import files
 from surefoot.use import open_model, predict

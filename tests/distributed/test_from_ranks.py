@@ -15,8 +15,9 @@ from surefoot.model.weights import places
 from surefoot.parallel.world import ALONE
 from surefoot.plugins.mindspore.naming import AttentionHeads, to_mindspore
 from surefoot.plugins.mindspore.resume import load_mindspore_checkpoint
+from surefoot.plugins.mindspore.target import MindSporeFolder
 from surefoot.plugins.mindspore.tensor_layout import ParallelConfig
-from surefoot.plugins.mindspore.writing import MindSporeFolder, write_full
+from surefoot.plugins.mindspore.writing import write_full
 from surefoot.use.exporting.conversion import convert
 from test_startup import begun, contents, data
 

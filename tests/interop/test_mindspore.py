@@ -15,8 +15,8 @@ from surefoot.checkpoint.disk._bytes import raw
 from surefoot.checkpoint.layouts.detection import open_contents, shown
 from surefoot.checkpoint.sources import FolderSource, read_whole
 from surefoot.plugins.mindspore.resume import load_mindspore_checkpoint
+from surefoot.plugins.mindspore.target import MindSporeFolder
 from surefoot.plugins.mindspore.tensor_layout import ParallelConfig
-from surefoot.plugins.mindspore.writing import MindSporeFolder
 from surefoot.recipe.recipe import load
 from surefoot.run.training_run import build, run
 from surefoot.use.exporting.conversion import convert

@@ -14,8 +14,8 @@ from surefoot.checkpoint.sources import FolderSource, read_whole
 from surefoot.model.section import ModelSection
 from surefoot.network.shard_loading import init_on_meta
 from surefoot.plugins.mindspore.recipe import convert as convert_recipe
+from surefoot.plugins.mindspore.target import MindSporeFolder
 from surefoot.plugins.mindspore.tensor_layout import ParallelConfig
-from surefoot.plugins.mindspore.writing import MindSporeFolder
 from surefoot.recipe.recipe import load, read
 from surefoot.recipe.yaml import parse
 from surefoot.run.training_run import build, run

@@ -6,8 +6,8 @@ import pytest
 
 from folders import save_data, save_model, save_recipe
 from project import surefoot
+from surefoot.plugins.mindspore.target import MindSporeFolder
 from surefoot.plugins.mindspore.tensor_layout import ParallelConfig
-from surefoot.plugins.mindspore.writing import MindSporeFolder
 from surefoot.use.exporting.conversion import convert
 
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 4, "initializer_range": 0.3}

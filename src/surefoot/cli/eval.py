@@ -1,4 +1,7 @@
-"""``surefoot eval``: evaluate a model on data it was not trained on."""
+"""``surefoot eval``: evaluate a model on data it was not trained on, or on tasks of lm-eval.
+
+Heavy imports follow the checks of what was typed, and the start of the ranks, which repeat both.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,12 @@ from .table import cell, console, progress, table
 
 if TYPE_CHECKING:
     from ..use import Generation
-    from ..use.run_evaluation import Compare, EvaluationReport
+    from ..use.run_evaluation import EvaluationReport
 
 
-UNSHOWN = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "sft_loss")
+_NOT_SHOWN = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "sft_loss")
 # With the seven metrics of grpo, a terminal of 80 columns cut each of them short.
-MOST_COLUMNS = 5  # of metrics; with more, a row each
+_MAX_COLUMNS = 5  # of metrics; with more, a row each
 
 
 @click.command("eval")
@@ -56,15 +59,7 @@ MOST_COLUMNS = 5  # of metrics; with more, a row each
     help="Rows of tasks as turns of a conversation, or as one text.",
 )
 @click.option("--force", is_flag=True, help="Replace the results of --tasks.")
-def eval_(
-    recipe: Path,
-    overrides: tuple[str, ...],
-    *,
-    output: Path | None,
-    as_json: bool,
-    force: bool,
-    **options: Any,
-) -> None:
+def eval_(recipe: Path, overrides: tuple[str, ...], **options: Any) -> None:
     """Evaluate the run of RECIPE, its file or folder, on data that it was not trained on.
 
     The data is data.eval_datasets, or the rows that data.val_size holds out. Prints loss,
@@ -86,141 +81,123 @@ def eval_(
     `surefoot predict`.
     """
     if options["tasks"] is not None:
-        run_tasks(str(recipe), overrides, options, output=output, force=force, as_json=as_json)
+        _evaluate_on_tasks(str(recipe), overrides, options)
         return
     if options["include_path"] is not None:
         raise RecipeError("--include-path: has no effect without --tasks; remove it")
-    if output is None and not as_json and _as_its_program(recipe, overrides, options):
-        return
-    compare = None
-    if options["similarity"]:
-        with loading():
-            from ..use.run_evaluation import comparison
-
-        compare = comparison()
-    run_options = {name: options[name] for name in ("model", "base", "dataset", "limit")}
-    _of_recipe(
-        recipe, overrides, output=output, as_json=as_json, compare=compare, options=run_options
-    )
+    if not _evaluated_as_its_program(recipe, overrides, options):
+        _evaluate_on_held_out_data(recipe, overrides, options)
 
 
-def _as_its_program(recipe: Path, overrides: tuple[str, ...], options: dict[str, Any]) -> bool:
+def _evaluated_as_its_program(
+    path: Path, overrides: tuple[str, ...], options: Mapping[str, Any]
+) -> bool:
     """Whether the file of another program asks for evaluations of that program's own, which are
     then done."""
     from ..recipe.recipe import convert, load_converted
     from ..run.resolving import resolved
 
-    if any(options[name] is not None for name in ("base", "dataset", "limit")):
+    of_recipes = ("output", "base", "dataset", "limit")  # which that program's do not have
+    if options["as_json"] or any(options[name] is not None for name in of_recipes):
         return False
-    if (converted := convert((str(recipe), *overrides))) is None:
+    if (converted := convert((str(path), *overrides))) is None:
         return False
     model = options["model"] or (None if converted.extras.trains else "base")
     return converted.extras.evaluate(resolved(load_converted(converted)), model)
 
 
-def _of_recipe(
-    recipe: Path,
-    overrides: tuple[str, ...],
-    *,
-    output: Path | None,
-    as_json: bool,
-    compare: Compare | None,
-    options: dict[str, Any],
+def _evaluate_on_held_out_data(
+    path: Path, overrides: Sequence[str], options: Mapping[str, Any]
 ) -> None:
-    """Evaluate the model of a recipe on held-out data."""
+    from ..parallel.section import ParallelSection
     from ..recipe.files import is_checkpoint
     from ..recipe.prediction import parallel_of
 
-    if options["model"] is None and is_checkpoint(recipe):
-        options["model"] = str(recipe)
     # What the recipe says under parallel was chosen for gradients and moments, three times the
     # memory of answers and more (docs/decisions/0035): the command line says it anew.
     parallel, others = parallel_of(overrides)
-    loaded = resolved_recipe(recipe, others)
-    with loading():
-        from ..parallel.section import ParallelSection
-        from ..parallel.world import joined
+    recipe = resolved_recipe(path, others)
+    compare = None
+    if options["similarity"]:  # which needs a package, so before the ranks start
+        with loading():
+            from ..use.run_evaluation import comparison
 
+        compare = comparison()
     if parallel != ParallelSection():
         start_ranks(parallel)
     with loading():
         from ..parallel.sharded_model import with_replicas
+        from ..parallel.world import joined
+        from ..use.run_evaluation import evaluate_run
 
+    selection = {name: options[name] for name in ("model", "base", "dataset", "limit")}
+    if selection["model"] is None and is_checkpoint(path):
+        selection["model"] = str(path)
     parallel = with_replicas(parallel)
     with joined(parallel) as world:
-        with loading():
-            from ..use.run_evaluation import evaluate_run
-
-        shown = partial(progress, is_shown=world.is_main)
-        report = evaluate_run(loaded, world, parallel, progress=shown, **options)
+        bar = partial(progress, is_shown=world.is_main)
+        report = evaluate_run(recipe, world, parallel, progress=bar, **selection)
     if not world.is_main:
         return
     if compare is not None:
         report = report.compared(compare)
-    path = None
+    generations = None
     if report.answers:
-        path = output or loaded.train.folder / f"generations-{report.model}.jsonl"
-    try:
-        if path is not None:
-            report.write_generations(path)
-    except RunError:
-        _show(report, None, as_json=as_json)  # the disk may be full, but the metrics are known
-        raise
-    _show(report, path, as_json=as_json)
+        name = f"generations-{report.model}.jsonl"
+        generations = options["output"] or recipe.train.folder / name
+        try:
+            report.write_generations(generations)
+        except RunError:
+            # The disk may be full, but the metrics are known.
+            _show_report(report, None, as_json=options["as_json"])
+            raise
+    _show_report(report, generations, as_json=options["as_json"])
 
 
-def _show(report: EvaluationReport, written: Path | None, *, as_json: bool) -> None:
+def _show_report(report: EvaluationReport, generations: Path | None, *, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
     if as_json:
-        click.echo(json.dumps(report.as_data(written), indent=2))
+        click.echo(json.dumps(report.as_data(generations), indent=2))
         return
-    console = Console(highlight=False)
-    results = report.results
-    metrics = [name for name in results[0].metrics if name not in UNSHOWN]
+    metrics = [name for name in report.results[0].metrics if name not in _NOT_SHOWN]
     headings = [name.removeprefix("rewards/").replace("_", " ") for name in metrics]
-    lines = [["dataset", "examples", *headings]]
-    for result in results:
+    rows = [["dataset", "examples", *headings]]
+    for result in report.results:
         values = (f"{result.metrics.get(metric, math.nan):.4f}" for metric in metrics)
-        lines.append([result.name, f"{result.num_examples:,}", *values])
-    if len(metrics) > MOST_COLUMNS:
-        lines = [list(row) for row in zip(*lines, strict=True)]
-    table = Table(title=f"{report.model} on held-out data", title_justify="left")
-    for number, heading in enumerate(lines[0]):
-        table.add_column(cell(heading), justify="right" if number else "left")
-    for line in lines[1:]:
-        table.add_row(*map(cell, line))
-    console.print(table)
-    for result in results if len(results) > 1 else ():
-        if result.answers:
-            console.print(cell(f"{result.name}: {match_line(result.answers)}"))
-    if written is not None:
-        console.print(f"generations: {written}", style="dim", markup=False, soft_wrap=True)
+        rows.append([result.name, f"{result.num_examples:,}", *values])
+    if len(metrics) > _MAX_COLUMNS:
+        rows = [list(column) for column in zip(*rows, strict=True)]
+    metric_table = Table(title=f"{report.model} on held-out data", title_justify="left")
+    for i, heading in enumerate(rows[0]):
+        metric_table.add_column(cell(heading), justify="right" if i else "left")
+    for row in rows[1:]:
+        metric_table.add_row(*map(cell, row))
+    screen = Console(highlight=False)
+    screen.print(metric_table)
+    if len(report.results) > 1:
+        for result in report.results:
+            if result.answers:
+                screen.print(cell(f"{result.name}: {_exact_match(result.answers)}"))
+    if generations is not None:
+        screen.print(f"generations: {generations}", style="dim", markup=False, soft_wrap=True)
     if report.similarity:
-        figures = (f"{name} {value:.4f}" for name, value in report.similarity.items())
-        console.print(", ".join(figures))
-    if answers := report.answers:
-        console.print(match_line(answers), style="bold")
+        scores = (f"{name} {value:.4f}" for name, value in report.similarity.items())
+        screen.print(", ".join(scores))
+    if report.answers:
+        screen.print(_exact_match(report.answers), style="bold")
 
 
-def match_line(answers: Sequence[Generation]) -> str:
-    """The line with the exact match."""
-    matches = sum(answer.is_match for answer in answers)
-    return f"exact match {100 * matches / len(answers):.1f} % ({matches}/{len(answers)})"
+def _exact_match(answers: Sequence[Generation]) -> str:
+    num_matches = sum(answer.is_match for answer in answers)
+    percent = 100 * num_matches / len(answers)
+    return f"exact match {percent:.1f} % ({num_matches}/{len(answers)})"
 
 
-def run_tasks(
-    path: str,
-    overrides: Sequence[str],
-    options: Mapping[str, Any],
-    *,
-    output: Path | None,
-    force: bool,
-    as_json: bool,
-) -> None:
-    """Run the tasks, write the results of all rows and show the metrics. ``--model`` names another
-    one than ``path``; a checkpoint by its name is of the run at ``path``."""
+def _evaluate_on_tasks(path: str, overrides: Sequence[str], options: Mapping[str, Any]) -> None:
+    """Run tasks of lm-eval, write the results of all rows and show the metrics. ``--model`` names
+    another model than ``path``; a checkpoint by its name is of the run at ``path``."""
     from ..data.text.prompts import check_output, write_rows
     from ..recipe.prediction import load
 
@@ -244,7 +221,7 @@ def run_tasks(
     settings = harness.TaskSettings(
         names, options["include_path"], options["shots"], options["limit"], is_chat
     )
-    output = output or Path(f"{'-'.join(names)}.jsonl")
+    output, force = options["output"] or Path(f"{'-'.join(names)}.jsonl"), options["force"]
     check_output(output, force=force)
     start_ranks(prediction.parallel)
     with loading():
@@ -255,19 +232,19 @@ def run_tasks(
 
     journal, parallel = Output(output, force), with_replicas(prediction.parallel)
     with joined(parallel) as world:
-        opened = open_model(**asdict(prediction.model), world=world, parallel=parallel)
-        if is_chat and opened.template is None:
+        loaded = open_model(**asdict(prediction.model), world=world, parallel=parallel)
+        if is_chat and loaded.template is None:
             raise RecipeError("--prompts chat: the model has no chat template; write text")
         # generate.batch_size is that of the command line, or of the model's run
-        section = load(path, overrides, generate=opened.generate).generate
-        results = harness.run_tasks(opened, settings, output=journal, batch_size=section.batch_size)
+        section = load(path, overrides, generate=loaded.generate).generate
+        results = harness.run_tasks(loaded, settings, output=journal, batch_size=section.batch_size)
         if world.is_main:
             write_rows(output, list(harness.sample_rows(results)), doing=journal.on_failure)
         world.wait()  # ranks of other machines remove their own
         if world.is_local_main:
             journal.remove_parts()
     if world.is_main:
-        _show_tasks(results, output, as_json=as_json)
+        _show_tasks(results, output, as_json=options["as_json"])
 
 
 def _show_tasks(task_results: Mapping[str, Any], path: Path, *, as_json: bool) -> None:

@@ -7,8 +7,9 @@ import pytest
 from checkpoint.sample import sample_states
 from surefoot.checkpoint.saving.preparation import WriterGroup, save
 from surefoot.errors import CheckpointError
+from surefoot.plugins.cloud.checkpoints import Contents
 from surefoot.plugins.cloud.mirror import Mirror
-from surefoot.plugins.cloud.store import Contents, Store
+from surefoot.plugins.cloud.store import Store
 from surefoot.storage.remote import Address
 
 URL = Address("memory://runs/mirror")

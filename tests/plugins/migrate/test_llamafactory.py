@@ -96,7 +96,8 @@ def test_every_setting_of_the_table_exists():
 
 def test_every_combined_argument_is_read_by_a_rule():
     folder = Path(inspect.getfile(convert_llamafactory)).parent
-    names = ("rules.yaml", "llamafactory.py", "rules.py", "run_extras.py", "conversion.py")
+    names = ["rules.yaml", "llamafactory.py", "rules.py", "run_extras.py", "conversion.py"]
+    names += ["optimizer_arguments.py"]
     code = "".join((folder / name).read_text() for name in names)
     code += " galore_rank galore_update_interval galore_scale use_galore use_adam_mini use_muon"
     code += " apollo_rank apollo_update_interval apollo_scale use_apollo"  # by f-strings

@@ -150,7 +150,7 @@ def test_a_lost_trial_that_takes_steps_is_started_as_often_as_needed(cluster, pr
 
 def test_a_signal_reaches_the_process_once_even_if_it_was_lost_on_the_way(cluster, program):
     trial = trial_of(cluster, program(HANGS), [])
-    while not trial._is_started:
+    while not (trial.folder / "train.log").exists():
         assert trial.poll() is None
     cluster.losses = [cluster.exceptions.ActorUnavailableError("for now")]
     trial.send_signal(signal.SIGTERM)

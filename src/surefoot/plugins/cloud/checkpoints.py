@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import tempfile
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...checkpoint.disk import strict_json
@@ -32,18 +32,57 @@ from ...storage import files
 from ...storage.files import digest
 from ...storage.parallel_work import in_parallel
 from ...storage.remote import Address
-from .store import Contents, MissingError, Store, StoreError, readable
+from ...terminal_text import in_bytes
+from .store import MissingError, Store, StoreError
 
 logger = logging.getLogger(__name__)
-DAMAGED = "manifest.damaged.json"  # what the manifest of a damaged checkpoint is renamed to
+MAX_RUN_FILE = 1 << 30  # bytes of a file of a run that is no checkpoint's
 WORKERS = 4  # files that are uploaded or deleted at a time
+_DAMAGED = "manifest.damaged.json"  # what the manifest of a damaged checkpoint is renamed to
 _READERS = 8  # parts of files that are downloaded at a time
 _RANGE = 16 << 20  # bytes asked for at a time
-_TRIES = 2  # a file that arrives damaged may have been damaged on its way
 
 
 class StoredDamageError(CheckpointError):
     """The checkpoint in the store is incomplete or damaged."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Names and lengths of all files of a run, as one listing has them."""
+
+    files: Mapping[str, int]
+
+    @property
+    def committed(self) -> dict[int, str]:
+        """The names of the checkpoints that have a manifest, by step, oldest first."""
+        return self._checkpoints(with_manifest=True)
+
+    @property
+    def uncommitted(self) -> dict[int, str]:
+        """The same for those that have none: half uploaded, or half deleted."""
+        return self._checkpoints(with_manifest=False)
+
+    def _checkpoints(self, *, with_manifest: bool) -> dict[int, str]:
+        folders = {name.partition("/")[0] for name in self.files if "/" in name}
+        steps = {step_of(Path(folder)): folder for folder in folders}
+        return {
+            step: steps[step]
+            for step in sorted(steps)
+            if step >= 0 and (f"{steps[step]}/{MANIFEST}" in self.files) == with_manifest
+        }
+
+    def inside(self, folder: str) -> dict[str, int]:
+        """The files of a checkpoint by their name in it."""
+        start = f"{folder}/"
+        return {
+            n.removeprefix(start): size for n, size in self.files.items() if n.startswith(start)
+        }
+
+    @property
+    def of_the_run(self) -> list[str]:
+        """The files outside of checkpoints: recipe, metrics, plots."""
+        return [name for name in self.files if not name.startswith((".", "checkpoint-"))]
 
 
 def upload(store: Store, folder: Path, *, replace: bool = False) -> int:
@@ -52,7 +91,7 @@ def upload(store: Store, folder: Path, *, replace: bool = False) -> int:
     An existing one of its name is an error, unless it is the same, or damaged and to ``replace``.
     """
     name = folder.name
-    taken = CheckpointError(
+    name_taken = CheckpointError(
         f"{store.address.inside(name)}: another checkpoint of this name exists there, and a "
         "checkpoint is never overwritten; does another process train with the same output_dir?"
     )
@@ -63,13 +102,13 @@ def upload(store: Store, folder: Path, *, replace: bool = False) -> int:
     with files.raising(CheckpointError):
         manifest = files.read_inside(folder, MANIFEST, strict_json.MAX_BYTES)
     if f"{name}/{MANIFEST}" in store.list(name):
-        there = store.read(f"{name}/{MANIFEST}")
-        if there == manifest:
+        stored = store.read(f"{name}/{MANIFEST}")
+        if stored == manifest:
             return 0  # the very same checkpoint, from an earlier try
         if not replace:
-            raise taken
+            raise name_taken
         # A copy first: create() below replaces nothing, and the damage can still be looked at.
-        store.write(f"{name}/{DAMAGED}", there)
+        store.write(f"{name}/{_DAMAGED}", stored)
         store.delete(f"{name}/{MANIFEST}")
     sizes = open_checkpoint(folder).manifest.files
     # So that no large file begins when all others have ended.
@@ -81,7 +120,7 @@ def upload(store: Store, folder: Path, *, replace: bool = False) -> int:
         raise StoreError(f"{store.address.inside(name)}/{wrong} after the upload")
     # The commit. If its answer is lost, the next try finds these very bytes (decisions/0015).
     if not store.create(f"{name}/{MANIFEST}", manifest):
-        raise taken
+        raise name_taken
     return sum(sizes.values()) + len(manifest)
 
 
@@ -100,7 +139,7 @@ def download(store: Store, name: str, root: Path) -> Path:
     """
     text, manifest = _whole_manifest(store, name)
     size = sum(manifest.files.values())
-    logger.info("downloading %s (%s) from %s", name, readable(size), store.address)
+    logger.info("downloading %s (%s) from %s", name, in_bytes(size), store.address)
     doing = f"cannot download {name} to {root}"
     with files.raising(CheckpointError, doing):
         files.make_folder(root)
@@ -115,40 +154,44 @@ def download(store: Store, name: str, root: Path) -> Path:
 
 
 def _download_files(store: Store, name: str, checkpoint: CheckpointFolder) -> None:
-    """Download all files, and those whose hashes do not match once more."""
-    sizes = checkpoint.manifest.files
-    missing, problems = sorted(sizes), list[str]()
-    for _ in range(_TRIES):
-        with contextlib.ExitStack() as stack:
-            opened = {
-                file: stack.enter_context(files.open_file(checkpoint.path / file, write=True))
-                for file in missing
-            }
-
-            # Bound as a default: the loop gives the name another value.
-            def fetch(part: tuple[str, int, int], opened: dict[str, files.File] = opened) -> None:
-                file, start, stop = part
-                opened[file].write_at(start, store.read_range(f"{name}/{file}", start, stop))
-
-            parts = [
-                (file, start, min(start + _RANGE, sizes[file]))
-                for file in missing
-                for start in range(0, sizes[file], _RANGE)
-            ]
-            try:
-                in_parallel(fetch, parts, _READERS)
-            except MissingError as error:
-                raise StoredDamageError(str(error)) from error
-            for file in opened.values():
-                file.sync()
-        problems_of = {file: list(problems_in(checkpoint, file)) for file in missing}
-        missing = [file for file in missing if problems_of[file]]
-        problems = [problems_of[file][0] for file in missing]
-        if not missing:
+    """Download all files; those whose hashes do not match once more, as they may have been damaged
+    on their way. Raises ``StoredDamageError``."""
+    damaged, problems = sorted(checkpoint.manifest.files), list[str]()
+    for _ in range(2):
+        try:
+            _fetch(store, name, checkpoint, damaged)
+        except MissingError as error:
+            raise StoredDamageError(str(error)) from error
+        problems_of = {file: list(problems_in(checkpoint, file)) for file in damaged}
+        damaged = [file for file in damaged if problems_of[file]]
+        problems = [problems_of[file][0] for file in damaged]
+        if not damaged:
             return
-    there = str(store.address.inside(name))
     # The temporary folder of the message is gone when somebody reads it.
-    raise StoredDamageError(problems[0].replace(str(checkpoint.path), there))
+    in_store = str(store.address.inside(name))
+    raise StoredDamageError(problems[0].replace(str(checkpoint.path), in_store))
+
+
+def _fetch(store: Store, name: str, checkpoint: CheckpointFolder, names: Sequence[str]) -> None:
+    """Write files of a checkpoint, which exist and are blank, range by range."""
+    ranges = [
+        (file, start, min(start + _RANGE, checkpoint.manifest.files[file]))
+        for file in names
+        for start in range(0, checkpoint.manifest.files[file], _RANGE)
+    ]
+    with contextlib.ExitStack() as stack:
+        opened = {
+            file: stack.enter_context(files.open_file(checkpoint.path / file, write=True))
+            for file in names
+        }
+
+        def fetch(part: tuple[str, int, int]) -> None:
+            file, start, stop = part
+            opened[file].write_at(start, store.read_range(f"{name}/{file}", start, stop))
+
+        in_parallel(fetch, ranges, _READERS)
+        for file in opened.values():
+            file.sync()
 
 
 def _whole_manifest(store: Store, name: str) -> tuple[bytes, Manifest]:
@@ -190,10 +233,10 @@ def _wrong_length(sizes: Mapping[str, int], there: Mapping[str, int]) -> str | N
     return None
 
 
-def list_store(address: Address, *, seconds: float = 60) -> list[CheckpointLine]:
+def list_store(address: Address) -> list[CheckpointLine]:
     """One line per checkpoint, oldest first; that of a checkpoint is a list of one. No hashes."""
     is_one = step_of(Path(address.name)) >= 0
-    store = Store(address.parent if is_one else address, seconds=seconds)
+    store = Store(address.parent if is_one else address, seconds=60)
     there = Contents(store.list(address.name if is_one else ""))
     rows = [_line(store, there, name) for name in there.committed.values()]
     best = next((state.best_step for line, state in reversed(rows) if line.problem is None), None)

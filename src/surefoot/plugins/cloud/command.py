@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...errors import counted
-from ...terminal_text import visible
+from ...terminal_text import in_bytes, visible
 
 if TYPE_CHECKING:
     from .pushing import Upload
@@ -58,13 +58,11 @@ def push(path: Path, name: str, **options: Any) -> None:
 
 def lines(plan: Upload, *, dry_run: bool) -> Iterator[str]:
     """What was or would be uploaded, as text."""
-    from .store import readable
-
     yield from (f"note: {note}" for note in plan.notes)
     if dry_run:
-        yield from (f"upload {readable(file.size):>9}  {file.path}" for file in plan.files)
+        yield from (f"upload {in_bytes(file.size):>9}  {file.path}" for file in plan.files)
         yield from (f"remove {'':>9}  {path}" for path in plan.removed)
-    size = readable(sum(file.size for file in plan.files))
+    size = in_bytes(sum(file.size for file in plan.files))
     kind = "private" if plan.target.is_private else "public"
     new = f", a new {kind} repository" if plan.is_new else ""
     verb = "would upload" if dry_run else "uploaded"

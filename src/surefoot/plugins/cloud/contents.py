@@ -1,6 +1,6 @@
-"""Which files of a run, a checkpoint, a model's folder or a GGUF file are published.
+"""Which files of a run, a checkpoint, a model's folder or a GGUF file are published (``gather``).
 
-They are without secrets, and without folders of this machine.
+Their texts are without secrets, and without folders of this machine (``Redaction``).
 """
 
 from __future__ import annotations
@@ -49,79 +49,6 @@ class LocalFile:
         return self.source if isinstance(self.source, bytes) else self.source.read_bytes()
 
 
-REMOVED = "<removed>"
-TEXT = (".json", ".jsonl", ".yaml", ".yml", ".md", ".txt", ".jinja", ".Modelfile")
-VOCABULARY = ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json")
-MAX_BYTES = 64 << 20  # of a text that is searched
-# Tokens of Hugging Face, ModelScope, OpenAI, GitHub and AWS, private keys, passwords in URLs.
-_SECRETS = re.compile(
-    r"\bhf_[A-Za-z0-9]{20,}"
-    r"|\bms-[0-9a-f]{8}-[0-9a-f-]{20,}"
-    r"|\bsk-[A-Za-z0-9_-]{20,}"
-    r"|\bgh[pousr]_[A-Za-z0-9]{30,}"
-    r"|\bAKIA[0-9A-Z]{16}\b"
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?-----END [A-Z ]*PRIVATE KEY-----"
-    r"|(?<=://)[^\s/:@]+:[^\s/@]+(?=@)"
-)
-_NAMES = re.compile(r"(TOKEN|SECRET|PASSWORD|API_KEY|ACCESS_KEY)$")
-# Paths are known by how they begin: chat templates of published models have paths of sandboxes,
-# which a general pattern would remove, too (decisions/0068).
-_HOMES = r"/(?:home|Users)/[^/\s\"']+|/root"
-_REST = r"((?:/[^/\s\"',;`)\]}]+)*)/?"
-_BEFORE = r"(?<![\w./~:-])"
-
-
-@dataclass(frozen=True)
-class Redaction:
-    """What must not appear in a text: values of secrets, and folders of this machine."""
-
-    secrets: tuple[str, ...]
-    folders: tuple[str, ...]
-
-    def apply(self, text: str) -> tuple[str, int]:
-        """``text`` without them, and the number of secrets. Of a path its last part is kept."""
-        text, number = _SECRETS.subn(REMOVED, text)
-        for value in self.secrets:
-            number += text.count(value)
-            text = text.replace(value, REMOVED)
-        roots = "|".join([*map(re.escape, self.folders), _HOMES])
-        return re.sub(f"{_BEFORE}(?:{roots})(?![^/\\s\"',;`)\\]}}]){_REST}", _last, text), number
-
-    def cleaned(self, file: LocalFile, notes: list[str]) -> LocalFile:
-        """A file without them if it is text; ``notes`` get how many secrets there were. A
-        vocabulary is left as it is."""
-        name = Path(file.path).name
-        is_text = Path(name).suffix in TEXT or name == "Modelfile"
-        # A token that looks like a path or a key is still a token.
-        if not is_text or name in VOCABULARY or file.size > MAX_BYTES:
-            return file
-        before = file.read()
-        try:
-            text, number = self.apply(before.decode())
-        except UnicodeDecodeError:
-            return file
-        if number:
-            notes.append(f"{file.path}: {counted(number, 'secret was', 'secrets were')} removed")
-        after = text.encode()
-        return file if after == before else replace(file, source=after)
-
-
-def redaction_of(folders: Iterable[Path], environment: Mapping[str, str] = os.environ) -> Redaction:
-    """Secrets of the environment; this user's folder, the current one, and ``folders``."""
-    # A shorter value may be a word of any text.
-    values = {v for name, v in environment.items() if _NAMES.search(name) and len(v) >= 8}
-    roots = {Path.home(), Path.cwd(), Path(tempfile.gettempdir()), *folders}
-    paths = {str(root) for root in roots} | {str(root.resolve()) for root in roots}
-    # Not `/`, with which all paths begin; longest first, as of two alternatives the first one wins.
-    longest = sorted((f for f in paths if len(Path(f).parts) > 1), key=len, reverse=True)
-    return Redaction(tuple(sorted(values)), tuple(longest))
-
-
-def _last(match: re.Match[str]) -> str:
-    """The last part of a path, which is not the name of its user."""
-    return match[1].rpartition("/")[2] or "."
-
-
 @dataclass(frozen=True)
 class Publication:
     """What ``path`` means, and its files by their names in the repository."""
@@ -138,23 +65,6 @@ class Publication:
             return ""
         with path.open("rb") as file:
             return hashlib.sha256(file.readline()).hexdigest()[:32]
-
-
-def find_model(path: Path) -> tuple[Path, Path | None]:
-    """The model that ``path`` means, and the folder of its run. Raises ``CheckpointError`` or
-    ``ModelError``: there is none, or it is damaged."""
-    if path.is_file() and path.suffix == ".gguf":
-        return path, None
-    if not path.is_dir():
-        raise ModelError(
-            f"no folder {path}; expected a run, a checkpoint, a model's folder or a GGUF file"
-        )
-    if is_run(path) or (detect_layout(path) is None and named(path)):
-        return checkpoint_of(path), path
-    if detect_layout(path) is None and not any(path.glob("*.gguf")):
-        raise ModelError(f"{path}: contains no weights; expected a run, a checkpoint or a model")
-    is_in_run = (path / MANIFEST).is_file() and path in named(path.parent)
-    return path, path.parent if is_in_run else None
 
 
 def gather(
@@ -186,14 +96,31 @@ def gather(
     return Publication(folder, run, files)
 
 
+def find_model(path: Path) -> tuple[Path, Path | None]:
+    """The model that ``path`` means, and the folder of its run. Raises ``CheckpointError`` or
+    ``ModelError``: there is none, or it is damaged."""
+    if path.is_file() and path.suffix == ".gguf":
+        return path, None
+    if not path.is_dir():
+        raise ModelError(
+            f"no folder {path}; expected a run, a checkpoint, a model's folder or a GGUF file"
+        )
+    if is_run(path) or (detect_layout(path) is None and named(path)):
+        return checkpoint_of(path), path
+    if detect_layout(path) is None and not any(path.glob("*.gguf")):
+        raise ModelError(f"{path}: contains no weights; expected a run, a checkpoint or a model")
+    is_in_run = (path / MANIFEST).is_file() and path in named(path.parent)
+    return path, path.parent if is_in_run else None
+
+
 def _model_files(model: Path) -> Iterator[LocalFile]:
     """The files that other programs open: no optimizer, and no state of a run."""
     if model.is_file():
         stem = model.name.removesuffix(".gguf")
-        for beside in sorted(model.parent.iterdir()):
-            is_its = beside.name == model.name or beside.name.startswith(f"{stem}.")
-            if is_its and beside.is_file() and not beside.name.endswith(".part"):
-                yield LocalFile(beside.name, beside)
+        for path in sorted(model.parent.iterdir()):  # with its Modelfile and the like
+            is_of_model = path.name == model.name or path.name.startswith(f"{stem}.")
+            if is_of_model and path.is_file() and not path.name.endswith(".part"):
+                yield LocalFile(path.name, path)
         return
     report = verify(model, full=True)
     if not report.ok:
@@ -246,3 +173,76 @@ def _checkpoints(run: Path, redaction: Redaction, base: str | None) -> Iterator[
             yield replace(file, path=f"{folder.name}/{name}")
         sealed = dump(replace(manifest, files=sizes, hashes=hashes))
         yield LocalFile(f"{folder.name}/{MANIFEST}", sealed)
+
+
+_REMOVED = "<removed>"
+_TEXT = (".json", ".jsonl", ".yaml", ".yml", ".md", ".txt", ".jinja", ".Modelfile")
+_VOCABULARY = ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json")
+_MAX_BYTES = 64 << 20  # of a text that is searched
+# Tokens of Hugging Face, ModelScope, OpenAI, GitHub and AWS, private keys, passwords in URLs.
+_SECRETS = re.compile(
+    r"\bhf_[A-Za-z0-9]{20,}"
+    r"|\bms-[0-9a-f]{8}-[0-9a-f-]{20,}"
+    r"|\bsk-[A-Za-z0-9_-]{20,}"
+    r"|\bgh[pousr]_[A-Za-z0-9]{30,}"
+    r"|\bAKIA[0-9A-Z]{16}\b"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?-----END [A-Z ]*PRIVATE KEY-----"
+    r"|(?<=://)[^\s/:@]+:[^\s/@]+(?=@)"
+)
+_NAMES = re.compile(r"(TOKEN|SECRET|PASSWORD|API_KEY|ACCESS_KEY)$")
+# Paths are known by how they begin: chat templates of published models have paths of sandboxes,
+# which a general pattern would remove, too (decisions/0068).
+_HOMES = r"/(?:home|Users)/[^/\s\"']+|/root"
+_REST = r"((?:/[^/\s\"',;`)\]}]+)*)/?"
+_BEFORE = r"(?<![\w./~:-])"
+
+
+@dataclass(frozen=True)
+class Redaction:
+    """What must not appear in a text: values of secrets, and folders of this machine."""
+
+    secrets: tuple[str, ...]
+    folders: tuple[str, ...]
+
+    def apply(self, text: str) -> tuple[str, int]:
+        """``text`` without them, and the number of secrets. A path keeps its last part."""
+        text, number = _SECRETS.subn(_REMOVED, text)
+        for value in self.secrets:
+            number += text.count(value)
+            text = text.replace(value, _REMOVED)
+        roots = "|".join([*map(re.escape, self.folders), _HOMES])
+        return re.sub(f"{_BEFORE}(?:{roots})(?![^/\\s\"',;`)\\]}}]){_REST}", _last, text), number
+
+    def cleaned(self, file: LocalFile, notes: list[str]) -> LocalFile:
+        """A file without them if it is text; ``notes`` get how many secrets there were. A
+        vocabulary is left as it is."""
+        name = Path(file.path).name
+        is_text = Path(name).suffix in _TEXT or name == "Modelfile"
+        # A token that looks like a path or a key is still a token.
+        if not is_text or name in _VOCABULARY or file.size > _MAX_BYTES:
+            return file
+        before = file.read()
+        try:
+            text, number = self.apply(before.decode())
+        except UnicodeDecodeError:
+            return file
+        if number:
+            notes.append(f"{file.path}: {counted(number, 'secret was', 'secrets were')} removed")
+        after = text.encode()
+        return file if after == before else replace(file, source=after)
+
+
+def redaction_of(folders: Iterable[Path]) -> Redaction:
+    """Secrets of the environment; this user's folder, the current one, and ``folders``."""
+    # A shorter value may be a word of any text.
+    values = {v for name, v in os.environ.items() if _NAMES.search(name) and len(v) >= 8}
+    roots = {Path.home(), Path.cwd(), Path(tempfile.gettempdir()), *folders}
+    paths = {str(root) for root in roots} | {str(root.resolve()) for root in roots}
+    # Not `/`, with which all paths begin; longest first, as of two alternatives the first one wins.
+    longest = sorted((f for f in paths if len(Path(f).parts) > 1), key=len, reverse=True)
+    return Redaction(tuple(sorted(values)), tuple(longest))
+
+
+def _last(match: re.Match[str]) -> str:
+    """The last part of a path, which is not the name of its user."""
+    return match[1].rpartition("/")[2] or "."

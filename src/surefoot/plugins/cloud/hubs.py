@@ -14,7 +14,7 @@ import json
 import logging
 import re
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 LOST = (ConnectionError, TimeoutError, socket.gaierror)
 _HASH = re.compile("[0-9a-f]+")
 _KINDS = {64: "sha256", 40: "sha1"}  # by the length of a name: the second of git
-_Chosen = tuple[list[str], list[str]]  # patterns, and those of what is ignored
+_Filters = dict[str, Any]  # allow_patterns and ignore_patterns, as huggingface_hub calls them
 
 
 class HuggingFaceHub:
@@ -56,20 +56,26 @@ class HuggingFaceHub:
         ignored: Sequence[str] = (),
     ) -> Path:
         """The local folder of a model or a dataset; see ``HubClient``."""
-        chosen = list(patterns), list(ignored)
+        filters: _Filters = {"allow_patterns": list(patterns), "ignore_patterns": list(ignored)}
+        repo_type = kind.removesuffix("s")
+        load = partial(snapshot_download, name, repo_type=repo_type, revision=revision, **filters)
         try:
             if offline_setting() is None:
-                _prefetch(kind, name, revision, chosen)
-            return _verified(
-                partial(
-                    snapshot_download,
-                    name,
-                    repo_type=kind.removesuffix("s"),
-                    revision=revision,
-                    allow_patterns=chosen[0],
-                    ignore_patterns=chosen[1],
+                _prefetch(kind, name, revision, filters)
+            folder = Path(load())
+            if not (damaged := list(_damaged(folder))):
+                return folder
+            for path, mismatch in damaged:
+                logger.warning("%s: %s; downloading it again", path.name, mismatch)
+                _remove(path)
+            folder = Path(load())
+            for path, mismatch in _damaged(folder):
+                _remove(path)
+                raise HubError(
+                    f"{path.name}: {mismatch}; it was removed. The file on the hub, or a proxy on "
+                    "the way, is damaged"
                 )
-            )
+            return folder
         except HFValidationError:
             raise HubError("it is not a hub id such as Qwen/Qwen3-0.6B") from None
         except (HTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -77,60 +83,7 @@ class HuggingFaceHub:
             raise HubError(f"the Hugging Face hub did not return it: {why}") from None
 
 
-def _verified(load: Callable[[], str]) -> Path:
-    """The folder that ``load`` downloads to, or has downloaded before, once all of its files are
-    verified. A damaged file is removed, and downloaded again once. Raises ``HubError``."""
-    folder = Path(load())
-    for path, wrong in list(_damaged(folder)):
-        logger.warning("%s: %s; downloading it again", path.name, wrong)
-        _remove(path)
-    folder = Path(load())
-    for path, wrong in list(_damaged(folder)):
-        _remove(path)
-        raise HubError(
-            f"{path.name}: {wrong}; it was removed. The file on the hub, or a proxy on the way, is "
-            "damaged"
-        )
-    return folder
-
-
-def _damaged(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Links to files of the cache whose content is not what their name says."""
-    for path in sorted(link for link in folder.rglob("*") if link.is_symlink() and link.is_file()):
-        blob = path.resolve()
-        kind = _KINDS.get(len(blob.name)) if _HASH.fullmatch(blob.name) else None
-        if kind is None or _mark_of(blob).exists():
-            continue
-        # git hashes this line before the content.
-        head = b"blob %d\0" % blob.stat().st_size if kind == "sha1" else b""
-        if (digest := digest_of(blob, kind, head)) != blob.name:
-            yield path, f"its hash is {digest}, expected {blob.name}"
-        else:
-            _note(blob)
-
-
-def _mark_of(blob: Path) -> Path:
-    """An empty file that says of a file, as it is now, that it was verified."""
-    status = blob.stat()
-    name = f"{blob.name}-{status.st_size}-{status.st_mtime_ns}"
-    return default_cache().with_name("verified") / name
-
-
-def _note(blob: Path) -> None:
-    """Keep that a file is verified. Where that fails, it is hashed again the next time."""
-    mark = _mark_of(blob)
-    with contextlib.suppress(OSError):
-        files.make_folder(mark.parent)
-        mark.touch()
-
-
-def _remove(path: Path) -> None:
-    blob = path.resolve()
-    path.unlink(missing_ok=True)
-    blob.unlink(missing_ok=True)
-
-
-def _prefetch(kind: Kind, name: str, revision: str | None, chosen: _Chosen) -> None:
+def _prefetch(kind: Kind, name: str, revision: str | None, filters: _Filters) -> None:
     """Download the files of a repository to the library's cache, which names them by their hash.
     Raises ``HubError``: a file arrives damaged; errors of the library."""
     api = HfApi(endpoint=constants.ENDPOINT)
@@ -141,10 +94,9 @@ def _prefetch(kind: Kind, name: str, revision: str | None, chosen: _Chosen) -> N
         return
     listed = {each.rfilename: each for each in repository.siblings or ()}
     cache = Path(constants.HF_HUB_CACHE) / f"{kind}--{name.replace('/', '--')}" / "blobs"
-    wanted = filter_repo_objects(listed, allow_patterns=chosen[0], ignore_patterns=chosen[1])
     # Two processes would append to the same part.
     with locked(default_cache().with_name("hub") / kind / name):
-        for path in sorted(wanted):
+        for path in sorted(filter_repo_objects(listed, **filters)):
             size, lfs, git = listed[path].size, listed[path].lfs, listed[path].blob_id
             hash_ = lfs.sha256 if lfs is not None else git
             if hash_ is None or size is None or (cache / hash_).exists():
@@ -154,21 +106,20 @@ def _prefetch(kind: Kind, name: str, revision: str | None, chosen: _Chosen) -> N
             # The commit that was listed: `main` may move in the meantime.
             url = hf_hub_url(name, path, repo_type=kind.removesuffix("s"), revision=repository.sha)
             logger.info("downloading %s of %s: %d bytes", path, name, size)
-            kind_of_hash = "sha256" if lfs is not None else "hash in git"
-            for is_last in (False, True):
-                # By hand, since snapshot_download of huggingface_hub 2.4 writes to a random name,
-                # and so begins a killed download again (decisions/0078).
-                wrong = _load(url, cache / hash_, size, kind_of_hash)
-                if wrong is None:
-                    break
-                mismatch = f"{path}: its {kind_of_hash} is {wrong}, expected {hash_}"
-                if is_last:
-                    why = "the file on the hub, or a proxy on the way, is damaged"
-                    raise HubError(f"{mismatch}; nothing was kept: {why}")
+            hash_name = "sha256" if lfs is not None else "hash in git"
+            # By hand, since snapshot_download of huggingface_hub 2.4 writes to a random name,
+            # and so begins a killed download again (decisions/0078).
+            if (digest := _download(url, cache / hash_, size)) is not None:
+                mismatch = f"{path}: its {hash_name} is {digest}, expected {hash_}"
                 logger.warning("%s; downloading it again", mismatch)
+                if (digest := _download(url, cache / hash_, size)) is not None:
+                    raise HubError(
+                        f"{path}: its {hash_name} is {digest}, expected {hash_}; nothing was "
+                        "kept: the file on the hub, or a proxy on the way, is damaged"
+                    )
 
 
-def _load(url: str, blob: Path, size: int, kind: str) -> str | None:
+def _download(url: str, blob: Path, size: int) -> str | None:
     """Download a file, or continue what a killed process has begun. The hash that it has, if it is
     not that of its name; then nothing is kept."""
     part = blob.with_name(f"{blob.name}.part")
@@ -185,13 +136,50 @@ def _load(url: str, blob: Path, size: int, kind: str) -> str | None:
             expected_size=size,
             displayed_filename=blob.name,
         )
-    digest = digest_of(part) if kind == "sha256" else digest_of(part, "sha1", b"blob %d\0" % size)
-    if digest == blob.name:
-        part.replace(blob)
-        _note(blob)
-        return None
-    part.unlink()
-    return digest
+    if (digest := _digest(part, _KINDS[len(blob.name)])) != blob.name:
+        part.unlink()
+        return digest
+    part.replace(blob)
+    _mark_verified(blob)
+    return None
+
+
+def _damaged(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Links to files of the cache whose content is not what their name says."""
+    for path in sorted(link for link in folder.rglob("*") if link.is_symlink() and link.is_file()):
+        blob = path.resolve()
+        kind = _KINDS.get(len(blob.name)) if _HASH.fullmatch(blob.name) else None
+        if kind is None or _mark_of(blob).exists():
+            continue
+        if (digest := _digest(blob, kind)) != blob.name:
+            yield path, f"its hash is {digest}, expected {blob.name}"
+        else:
+            _mark_verified(blob)
+
+
+def _digest(path: Path, kind: str) -> str:
+    # git hashes this line before the content.
+    return digest_of(path, kind, b"blob %d\0" % path.stat().st_size if kind == "sha1" else b"")
+
+
+def _mark_of(blob: Path) -> Path:
+    """An empty file that says of a file, as it is now, that it was verified."""
+    status = blob.stat()
+    name = f"{blob.name}-{status.st_size}-{status.st_mtime_ns}"
+    return default_cache().with_name("verified") / name
+
+
+def _mark_verified(blob: Path) -> None:
+    mark = _mark_of(blob)
+    with contextlib.suppress(OSError):  # without a mark, it is hashed again the next time
+        files.make_folder(mark.parent)
+        mark.touch()
+
+
+def _remove(path: Path) -> None:
+    blob = path.resolve()
+    path.unlink(missing_ok=True)
+    blob.unlink(missing_ok=True)
 
 
 def _why_not_reached(error: Exception) -> str:

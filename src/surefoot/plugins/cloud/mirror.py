@@ -34,8 +34,9 @@ from ...storage import files
 from ...storage.child import Child
 from ...storage.parallel_work import in_parallel
 from ...storage.remote import Address
-from .checkpoints import WORKERS, remove, upload
-from .store import MAX_RUN_FILE, Store, readable
+from ...terminal_text import in_bytes
+from .checkpoints import MAX_RUN_FILE, WORKERS, remove, upload
+from .store import Store
 
 logger = logging.getLogger(__name__)
 LOCK = ".upload.lock"
@@ -50,7 +51,7 @@ Stamp = tuple[int, int]  # nanoseconds of the last change of a file, its length
 class _Checkpoint:
     """What the mirror knows of one step."""
 
-    there: Literal["missing", "damaged", "whole"] = "missing"  # its copy in the store
+    in_store: Literal["missing", "damaged", "whole"] = "missing"
     is_dropped: bool = False  # the run has deleted it, and so it is deleted there, too
     has_failed: bool = False  # it could not be uploaded or deleted, since the last save
 
@@ -76,91 +77,19 @@ class Mirror:
         self._seconds = seconds
         self._checkpoints = defaultdict[int, _Checkpoint](_Checkpoint)
         for step in damaged:
-            self._checkpoints[step].there = "damaged"
+            self._checkpoints[step].in_store = "damaged"
         for step in there:
-            self._checkpoints[step].there = "whole"
+            self._checkpoints[step].in_store = "whole"
         self._leaving: set[int] = set()  # steps that the save in progress deletes here
         self._task: Task | None = None  # in flight
         self._failure: str | None = None  # of an upload, since the last save
         self._worker: Child | _Inline | None = None
 
     @property
-    def _uploading(self) -> int | None:
-        return None if self._task is None else self._task["upload"]
-
-    def _next(self) -> int | None:
-        """The latest checkpoint that is local, not in the store, and may be uploaded."""
-        for step in sorted(map(step_of, committed(self._folder)), reverse=True):
-            state = self._checkpoints[step]
-            is_done = state.there == "whole" or step == self._uploading
-            if not (is_done or state.is_dropped or state.has_failed or step in self._leaving):
-                return step
-        return None
-
-    def _start(self, *, run_files: bool = False) -> None:
-        """Give the worker its next task, if there is one: a checkpoint to upload, those to delete,
-        or at least the ``run_files``, which each task brings up to date."""
-        step = self._next()
-        # one is deleted there once a newer one exists, so that there is always one
-        newest = max(self.steps | ({step} if step is not None else set()), default=-1)
-        dropped = [old for old in self.steps if old < newest and self._checkpoints[old].is_dropped]
-        forget = sorted(old for old in dropped if not self._checkpoints[old].has_failed)
-        if step is None and not forget and not run_files:
-            return
-        replace = step is not None and self._checkpoints[step].there == "damaged"
-        self._task = {"upload": step, "replace": replace, "forget": forget}
-        if isinstance(self._worker, Child) and self._worker.code is not None:  # it was killed
-            self._worker = None
-        if self._worker is None:
-            self._worker = _worker(self.address, self._folder, self._seconds)
-        self._worker.send(self._task)
-
-    def _answer(self, *, wait: bool) -> Answer | None:
-        """The outcome of the task in flight; an error if its process was killed. None if it is not
-        done and ``wait`` is false."""
-        assert self._worker is not None
-        try:
-            answer = self._worker.answer(0.0)
-            while wait and answer is None:
-                answer = self._worker.answer(_LONG)
-            return answer
-        except EOFError:
-            return {"error": f"the process that uploads was ended {self._worker.ending}"}
-
-    def _note(self, answer: Answer) -> None:
-        """Record the outcome of the task in flight, which has ended."""
-        assert self._task is not None
-        task, self._task = self._task, None
-        step = task["upload"]
-        if "error" in answer:
-            self._failure = answer["error"]
-            for failed in {step, *task["forget"]} - {None}:
-                self._checkpoints[failed].has_failed = True
-            logger.warning("%s; training continues, the upload is retried later", answer["error"])
-            return
-        for old in answer["forgotten"]:
-            self._checkpoints[old].there = "missing"
-        if answer["problem"]:
-            logger.warning("%s", answer["problem"])
-            for old in task["forget"]:
-                self._checkpoints[old].has_failed = True  # not again and again
-        if step is not None:
-            self._checkpoints[step].there = "whole"
-            size = readable(answer["num_bytes"])
-            message = "uploaded checkpoint-%d to %s (%s in %.1f s)"
-            logger.info(message, step, self.address, size, answer["seconds"])
-
-    def _try_again(self) -> None:
-        """Forget what has failed, and so do it with the next task."""
-        self._failure = None
-        for checkpoint in self._checkpoints.values():
-            checkpoint.has_failed = False
-
-    @property
     def steps(self) -> frozenset[int]:
         """The steps that exist in the store, as far as is known."""
         checkpoints = self._checkpoints.items()
-        return frozenset(step for step, checkpoint in checkpoints if checkpoint.there == "whole")
+        return frozenset(step for step, checkpoint in checkpoints if checkpoint.in_store == "whole")
 
     @property
     def protected(self) -> set[int]:
@@ -176,66 +105,52 @@ class Mirror:
 
     def on_save(self, replaces: Iterable[str]) -> None:
         """Do not start to upload checkpoints that are about to be deleted in ``folder``."""
-        self._leaving = set(map(_step, replaces))
+        self._leaving = {step_of(Path(name)) for name in replaces}
 
     def on_committed(self, path: Path, replaces: Iterable[str]) -> None:
         """Upload ``path``, and delete in the store the checkpoints that it ``replaces``."""
         self._try_again()
-        uploading = self._uploading
-        for step in sorted(set(map(_step, replaces)) - self.steps - {uploading}):
+        step, uploading = step_of(path), self._uploading
+        for old in sorted({step_of(Path(name)) for name in replaces} - self.steps - {uploading}):
             logger.info(
                 "checkpoint-%d was not uploaded: a newer checkpoint was uploaded first, and "
                 "the retention policy has deleted this one",
-                step,
+                old,
             )
         self.on_deleted(replaces)
-        self._checkpoints[step_of(path)].is_dropped = False
+        self._checkpoints[step].is_dropped = False
         self.on_poll()
         if self._task is None:
             self._start()
-        elif uploading is not None and uploading < step_of(path):
+        elif uploading is not None and uploading < step:
             message = "upload of %s queued: checkpoint-%d is still being uploaded to %s"
             logger.info(message, path.name, uploading, self.address)
 
     def on_deleted(self, names: Iterable[str]) -> None:
         """Delete these in the store too, as soon as a later one is there."""
         self._leaving = set()
-        for step in map(_step, names):
-            self._checkpoints[step].is_dropped = True
+        for name in names:
+            self._checkpoints[step_of(Path(name))].is_dropped = True
 
     def on_poll(self) -> None:
         """If the upload in flight has ended, store its outcome and start the next."""
-        if self._task is not None and (answer := self._answer(wait=False)) is not None:
-            self._note(answer)
+        if self._task is not None and (answer := self._answer(0.0)) is not None:
+            self._end_task(self._task, answer)
             self._start()
 
     def finish(self) -> None:
         """Wait until everything is uploaded; a ``CheckpointError`` if it could not be."""
         self._try_again()
         self._leaving = set()  # no save is on its way any more that would drop them
-        self._wait()
+        self._start_and_wait()
         if self._failure is None:
             # Metrics and results of the end are newer than the last checkpoint.
-            self._start(run_files=True)
-            self._wait()
+            self._start_and_wait(run_files=True)
         if self._failure is not None:
             raise CheckpointError(
                 f"not everything could be uploaded to {self.address}: {self._failure}. The local "
                 f"copy is in {self._folder}; start the same command again to upload what is missing"
             )
-
-    def _wait(self) -> None:
-        """Wait until there is nothing left to do, or something failed."""
-        if self._task is None:
-            self._start()
-        while self._task is not None:
-            if (step := self._uploading) is not None:
-                logger.info("waiting for the upload of checkpoint-%d to %s", step, self.address)
-            answer = self._answer(wait=True)
-            assert answer is not None
-            self._note(answer)
-            if self._failure is None:
-                self._start()
 
     def __exit__(
         self,
@@ -257,9 +172,97 @@ class Mirror:
                 # One that still uploads finishes by itself, and is not waited for.
                 self._worker.release(wait=self._task is None)
 
+    @property
+    def _uploading(self) -> int | None:
+        return None if self._task is None else self._task["upload"]
 
-def _step(name: str) -> int:
-    return step_of(Path(name))
+    def _next(self) -> int | None:
+        """The latest checkpoint that is local, not in the store, and may be uploaded."""
+        for step in sorted(map(step_of, committed(self._folder)), reverse=True):
+            checkpoint = self._checkpoints[step]
+            is_done = checkpoint.in_store == "whole" or step == self._uploading
+            is_leaving = checkpoint.is_dropped or step in self._leaving
+            if not (is_done or is_leaving or checkpoint.has_failed):
+                return step
+        return None
+
+    def _start(self, *, run_files: bool = False) -> None:
+        """Give the worker its next task, if there is one: a checkpoint to upload, those to delete,
+        or at least the ``run_files``, which each task brings up to date."""
+        step = self._next()
+        # One is deleted there once a newer one exists, so that there is always one.
+        newest = max(self.steps | ({step} if step is not None else set()), default=-1)
+        dropped = [old for old in self.steps if old < newest and self._checkpoints[old].is_dropped]
+        forget = sorted(old for old in dropped if not self._checkpoints[old].has_failed)
+        if step is None and not forget and not run_files:
+            return
+        replace = step is not None and self._checkpoints[step].in_store == "damaged"
+        self._task = {"upload": step, "replace": replace, "forget": forget}
+        if isinstance(self._worker, Child) and self._worker.code is not None:  # it was killed
+            self._worker = None
+        if self._worker is None:
+            self._worker = _start_worker(self.address, self._folder, self._seconds)
+        self._worker.send(self._task)
+
+    def _start_and_wait(self, *, run_files: bool = False) -> None:
+        """Wait until there is nothing left to do, or something failed."""
+        if self._task is None:
+            self._start(run_files=run_files)
+        while self._task is not None:
+            if (step := self._uploading) is not None:
+                logger.info("waiting for the upload of checkpoint-%d to %s", step, self.address)
+            while (answer := self._answer(_LONG)) is None:
+                pass
+            self._end_task(self._task, answer)
+            if self._failure is None:
+                self._start()
+
+    def _answer(self, seconds: float) -> Answer | None:
+        """The outcome of the task in flight; an error if its process was killed. None if it is not
+        done in ``seconds``."""
+        assert self._worker is not None
+        try:
+            return self._worker.answer(seconds)
+        except EOFError:
+            return {"error": f"the process that uploads was ended {self._worker.ending}"}
+
+    def _end_task(self, task: Task, answer: Answer) -> None:
+        """Record the outcome of the task that was in flight."""
+        self._task, step = None, task["upload"]
+        if "error" in answer:
+            self._failure = answer["error"]
+            for failed in {step, *task["forget"]} - {None}:
+                self._checkpoints[failed].has_failed = True
+            logger.warning("%s; training continues, the upload is retried later", answer["error"])
+            return
+        for old in answer["forgotten"]:
+            self._checkpoints[old].in_store = "missing"
+        if answer["problem"]:
+            logger.warning("%s", answer["problem"])
+            for old in task["forget"]:
+                self._checkpoints[old].has_failed = True  # not again and again
+        if step is not None:
+            self._checkpoints[step].in_store = "whole"
+            size = in_bytes(answer["num_bytes"])
+            message = "uploaded checkpoint-%d to %s (%s in %.1f s)"
+            logger.info(message, step, self.address, size, answer["seconds"])
+
+    def _try_again(self) -> None:
+        """Forget what has failed, and so do it with the next task."""
+        self._failure = None
+        for checkpoint in self._checkpoints.values():
+            checkpoint.has_failed = False
+
+
+def _start_worker(address: Address, folder: Path, seconds: float) -> Child | _Inline:
+    """What does tasks in the background, one after another."""
+    if address.scheme == "memory":
+        return _Inline(Uploader(Store(address, seconds=seconds), folder))
+    command = ["-m", __name__, str(address), str(folder.absolute()), str(seconds)]
+    try:
+        return Child(command, talks=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot start the process that uploads: {error}") from error
 
 
 class _Inline:
@@ -269,27 +272,16 @@ class _Inline:
 
     def __init__(self, uploader: Uploader) -> None:
         self._uploader = uploader
-        self._outcome: Answer = {}
+        self._answer: Answer = {}
 
     def send(self, task: Task) -> None:
-        self._outcome = self._uploader.serve(task)
+        self._answer = self._uploader.serve(task)
 
     def answer(self, _seconds: float) -> Answer:
-        return self._outcome
+        return self._answer
 
     def release(self, *, wait: bool) -> None:
         pass
-
-
-def _worker(address: Address, folder: Path, seconds: float) -> Child | _Inline:
-    """What does tasks in the background, one after another."""
-    if address.scheme == "memory":
-        return _Inline(Uploader(Store(address, seconds=seconds), folder))
-    command = ["-m", __name__, str(address), str(folder.absolute()), str(seconds)]
-    try:
-        return Child(command, talks=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot start the process that uploads: {error}") from error
 
 
 class Uploader:
@@ -304,13 +296,12 @@ class Uploader:
         """Do one task: upload a checkpoint, or none, then delete those to ``forget``."""
         began = time.monotonic()
         try:
-            done = self._do(task)
+            return {**self._do(task), "seconds": time.monotonic() - began}
         except SurefootError as error:
             return {"error": str(error)}
         except Exception as error:
             traceback.print_exc()
             return {"error": f"cannot upload: {type(error).__name__}: {error}"}
-        return {**done, "seconds": time.monotonic() - began}
 
     def _do(self, task: Task) -> Answer:
         self._upload_run_files()  # first: metrics must not lag behind a step
@@ -329,28 +320,28 @@ class Uploader:
         return {"num_bytes": num_bytes, "forgotten": forgotten, "problem": problem}
 
     def _upload_run_files(self) -> None:
-        """Upload the run's files that have changed: recipe, metrics, plots, results."""
-        stamps = {name: stamp for name, stamp in self._stamps() if self._sent.get(name) != stamp}
+        """Upload the run's files that have changed: recipe, metrics, plots, results; no checkpoints
+        and no hidden files."""
+        changed: dict[str, Stamp] = {}
+        for parent, folders, names in os.walk(self._folder):
+            below = Path(parent).relative_to(self._folder)
+            others = (".", "checkpoint-")
+            folders[:] = [name for name in folders if not str(below / name).startswith(others)]
+            for name in (str(below / name) for name in names):
+                path = self._folder / name
+                if is_plain_name(name) and path.is_file() and not path.is_symlink():
+                    status = path.stat()
+                    stamp = status.st_mtime_ns, status.st_size
+                    if self._sent.get(name) != stamp:
+                        changed[name] = stamp
 
         def send(name: str) -> None:
             with files.raising(CheckpointError):
                 data = files.read_inside(self._folder, name, MAX_RUN_FILE)
             self._store.write(name, data)
-            self._sent[name] = stamps[name]
+            self._sent[name] = changed[name]
 
-        in_parallel(send, sorted(stamps), WORKERS)
-
-    def _stamps(self) -> Iterator[tuple[str, Stamp]]:
-        """The run's files, without checkpoints and hidden files."""
-        for at, folders, names in os.walk(self._folder):
-            inside = Path(at).relative_to(self._folder)
-            others = (".", "checkpoint-")
-            folders[:] = [name for name in folders if not str(inside / name).startswith(others)]
-            for name in (str(inside / name) for name in names):
-                path = self._folder / name
-                if is_plain_name(name) and path.is_file() and not path.is_symlink():
-                    status = path.stat()
-                    yield name, (status.st_mtime_ns, status.st_size)
+        in_parallel(send, sorted(changed), WORKERS)
 
 
 def main(url: str, folder: Path, seconds: float) -> None:

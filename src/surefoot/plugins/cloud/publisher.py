@@ -34,7 +34,7 @@ class HubUploads(RunUploads):
     has_checkpoints: bool
     _child: Child | None = field(default=None, init=False)
     _is_due: bool = field(default=False, init=False)
-    _is_told: bool = field(default=False, init=False)
+    _has_warned: bool = field(default=False, init=False)
 
     def __enter__(self) -> HubUploads:
         return self
@@ -65,17 +65,17 @@ class HubUploads(RunUploads):
             return
         self._wait()
         logger.info("uploading to %s", self.repository)
-        self._is_told = False
+        self._has_warned = False
         self._start()
         self._wait()
-        if not self._is_told:
+        if not self._has_warned:
             logger.info("uploaded to %s", self.repository)
 
     def _continue(self) -> None:
-        """Note the end of an upload, and start the next one that is due."""
+        """Report the end of an upload, and start the next one that is due."""
         if self._child is not None and self._child.code is None:
             return
-        self._note()
+        self._end_upload()
         if self._is_due:
             self._is_due = False
             self._start()
@@ -83,38 +83,38 @@ class HubUploads(RunUploads):
     def _wait(self) -> None:
         if self._child is not None:
             self._child.process.wait()
-            self._note()
+            self._end_upload()
 
     def _start(self) -> None:
         try:
-            command = ["-m", "surefoot", *self._words]
+            command = ["-m", "surefoot", *self._command]
             # No library of a hub in the memory of the run, and its end is
             # an exit code (decisions/0068).
             self._child = Child(command, log=self.folder / LOG, patience=_SECONDS)
             # it hashes all weights while the run trains
             os.setpriority(os.PRIO_PROCESS, self._child.process.pid, 19)
         except OSError as error:
-            self._tell(str(error))
+            self._warn(str(error))
 
-    def _note(self) -> None:
+    def _end_upload(self) -> None:
         child, self._child = self._child, None
         if child is not None and child.code != 0:
-            self._tell(_last_line(self.folder / LOG))
+            self._warn(_last_line(self.folder / LOG))
 
-    def _tell(self, reason: str) -> None:
-        if not self._is_told:
-            self._is_told = True
+    def _warn(self, reason: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
             logger.warning("not uploaded: %s%s", reason, self._advice())
 
     @property
-    def _words(self) -> list[str]:
+    def _command(self) -> list[str]:
         """The command that uploads, here and afterwards."""
         public = [] if self.is_private else ["--public"]
         checkpoints = ["--checkpoints"] if self.has_checkpoints else []
         return ["push", str(self.folder), self.repository, *public, *checkpoints]
 
     def _advice(self) -> str:
-        command = shlex.join(["surefoot", *self._words])
+        command = shlex.join(["surefoot", *self._command])
         return f". The run is not affected; to upload it afterwards: {command}"
 
 

@@ -109,14 +109,14 @@ def push(
         if contents.source and there.source == contents.source:
             uploaded = {**there.uploaded}
             unchanged = {name for name in others if _is_as_uploaded(there, name)}
-            # `-` binds first: what this upload would overwrite, and somebody has edited.
-            others = others & files.keys() - unchanged
+            others = (others & files.keys()) - unchanged  # would be overwritten, and were edited
             removed = sorted(n for n in unchanged - files.keys() if not _is_of_step(n))
             if CARD in others:
                 notes.append(f"{CARD} was edited in the repository, and is left as it is there")
-                files[CARD] = None
-        _refuse(there, target, sorted(others - {name for name in files if files[name] is None}))
-    uploads = [file for _, file in sorted(files.items()) if file is not None]
+                others.remove(CARD)
+                del files[CARD]
+        _refuse(there, target, sorted(others))
+    uploads = [files[name] for name in sorted(files)]
     url = f"{api.endpoint}/{target.name}"
     upload = Upload(target, url, uploads, removed, there is None, list(dict.fromkeys(notes)))
     if not dry_run:
@@ -127,9 +127,9 @@ def push(
 
 def _with_card(
     contents: Publication, api: HfApi, target: Destination, redaction: Redaction, notes: list[str]
-) -> dict[str, LocalFile | None]:
+) -> dict[str, LocalFile]:
     """The files with a model card, and the texts of the base model's license."""
-    files: dict[str, LocalFile | None] = {**contents.files}
+    files = dict(contents.files)
     origin = origin_of(contents.folder)
     base = target.base or base_name(origin)
     terms = target.license or license_of(origin)
@@ -222,13 +222,13 @@ def _commit(
     for file, addition in zip(upload.files, adding, strict=True):
         git = git_hash(file.read()) if file.size <= _MAX_IN_GIT else ""
         files[file.path] = addition.upload_info.sha256.hex(), git
-    fields = {
+    marker = {
         "format": FORMAT,
         "version": 1,
         "source": source,
         "files": dict(sorted(files.items())),
     }
-    adding.append(_addition(LocalFile(MARKER, (json.dumps(fields, indent=2) + "\n").encode())))
+    adding.append(_addition(LocalFile(MARKER, (json.dumps(marker, indent=2) + "\n").encode())))
     # huggingface_hub 2.4 sends equal files of one commit, such as of two checkpoints, once each
     each_once = {addition.upload_info.sha256: addition for addition in adding}
     api.preupload_lfs_files(name, list(each_once.values()), free_memory=False)

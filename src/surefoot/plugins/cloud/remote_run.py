@@ -20,70 +20,83 @@ from ...errors import CheckpointError, RunError
 from ...recipe.files import RUN_RECIPE
 from ...storage import files
 from ...storage.remote import Address, default_cache
-from .checkpoints import StoredDamageError, download, list_store, verify
+from .checkpoints import (
+    MAX_RUN_FILE,
+    Contents,
+    StoredDamageError,
+    download,
+    list_store,
+    verify,
+)
 from .mirror import Mirror
-from .store import MAX_RUN_FILE, Contents, Store
+from .store import Store
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class StoredRun:
-    """The part of a run that is in a store, as it was found at the launch."""
+    """The part of a run that is in a store, as it was found at the launch; see ``RemoteRun``."""
 
     store: Store
     folder: Path  # where the run works
-    there: Contents
+    contents: Contents
     seconds: float  # of failures in a row, before an upload has failed
-    damaged: set[int] = field(default_factory=set)  # steps that are there, but not whole
-
-    @property
-    def steps(self) -> set[int]:
-        """The steps that exist there, as far as is known."""
-        return set(self.there.committed) - self.damaged
-
-    def newest_sound(self) -> Path | None:
-        """The local folder to resume from; None if there is no checkpoint anywhere. Raises
-        ``CheckpointError`` if there are some, none of which is valid."""
-        self._tell_of_uncommitted()
-        local = {step_of(path): path for path in named(self.folder)}
-        damaged_here: list[tuple[Path, str]] = []
-        damaged_there: list[tuple[Path, str]] = []
-        for step in sorted(local.keys() | self.steps, reverse=True):
-            if step in local:
-                report = verify_checkpoint(local[step], full=True)
-                if report.ok:
-                    set_aside(Found(local[step], damaged_here))
-                    return local[step]
-                damaged_here.append((local[step], report.problems[0]))
-            if step in self.steps:
-                if step in local:  # the one in the store takes its place
-                    set_aside(Found(None, [damaged_here.pop()]))
-                if (path := self._downloaded(step, damaged_there)) is not None:
-                    set_aside(Found(path, damaged_here))
-                    return path
-        nothing_sound = Found(None, [*damaged_here, *damaged_there])
-        refuse_damaged(str(self.store.address), nothing_sound, "choose another train.output_dir")
-        return None
+    damaged: set[int] = field(default_factory=set)  # steps that are in the store, but not whole
 
     @property
     def address(self) -> Address:
         """The URL of the run."""
         return self.store.address
 
+    @property
+    def steps(self) -> set[int]:
+        """The steps that exist there, as far as is known."""
+        return set(self.contents.committed) - self.damaged
+
+    def newest_sound(self) -> Path | None:
+        """The local folder to resume from; None if there is no checkpoint anywhere. Raises
+        ``CheckpointError`` if there are some, none of which is valid."""
+        newest = max(self.steps, default=-1)
+        for step, name in self.contents.uncommitted.items():
+            if step > newest:
+                message = "%s was never committed in %s (its upload was interrupted): skipped"
+                logger.info(message, name, self.address)
+        local = {step_of(path): path for path in named(self.folder)}
+        damaged_here: list[tuple[Path, str]] = []
+        damaged_there: list[tuple[Path, str]] = []
+        for step in sorted(local.keys() | self.steps, reverse=True):
+            is_stored = step in self.steps
+            if step in local:
+                report = verify_checkpoint(local[step], full=True)
+                if report.ok:
+                    set_aside(Found(local[step], damaged_here))
+                    return local[step]
+                if is_stored:  # the one in the store takes its place
+                    set_aside(Found(None, [(local[step], report.problems[0])]))
+                else:
+                    damaged_here.append((local[step], report.problems[0]))
+            if not is_stored:
+                continue
+            name = self.contents.committed[step]
+            try:
+                path = download(self.store, name, self.folder)
+            except StoredDamageError as error:
+                self.damaged.add(step)
+                damaged_there.append((Path(name), str(error)))
+                logger.warning("checkpoint-%d is skipped: %s", step, error)
+                continue
+            self._download_run_files()
+            set_aside(Found(path, damaged_here))
+            return path
+        nothing_sound = Found(None, [*damaged_here, *damaged_there])
+        refuse_damaged(str(self.address), nothing_sound, "choose another train.output_dir")
+        return None
+
     def get(self, name: str) -> Path:
         """One checkpoint and the logs of the run, downloaded unless a local copy exists."""
-        self._bring_run_files()
+        self._download_run_files()
         return self.load(name)
-
-    def write(self, name: str, data: bytes) -> None:
-        """Upload a small file of the run."""
-        self.store.write(name, data)
-
-    def mirror(self) -> Mirror:
-        """What uploads while the run trains."""
-        there, damaged = self.steps, self.damaged
-        return Mirror(self.store, self.folder, there=there, damaged=damaged, seconds=self.seconds)
 
     def load(self, name: str) -> Path:
         """One checkpoint, downloaded unless a local copy exists. It must be valid."""
@@ -95,48 +108,35 @@ class StoredRun:
             raise CheckpointError(report.problems[0])
         return download(self.store, name, self.folder)
 
-    def bring_recipe(self) -> None:
+    def write(self, name: str, data: bytes) -> None:
+        """Upload a small file of the run."""
+        self.store.write(name, data)
+
+    def mirror(self) -> Mirror:
+        """What uploads while the run trains."""
+        there, damaged = self.steps, self.damaged
+        return Mirror(self.store, self.folder, there=there, damaged=damaged, seconds=self.seconds)
+
+    def download_recipe(self) -> None:
         """Download the run's recipe, unless the run has already saved locally."""
-        is_here = committed(self.folder) and files.exists(self.folder / RUN_RECIPE)
-        if RUN_RECIPE in self.there.files and not is_here:
-            self._bring([RUN_RECIPE])
+        is_local = committed(self.folder) and files.exists(self.folder / RUN_RECIPE)
+        if RUN_RECIPE in self.contents.files and not is_local:
+            self._download([RUN_RECIPE])
 
-    def _downloaded(self, step: int, damaged: list[tuple[Path, str]]) -> Path | None:
-        name = self.there.committed[step]
-        try:
-            path = download(self.store, name, self.folder)
-        except StoredDamageError as error:
-            self.damaged.add(step)
-            damaged.append((Path(name), str(error)))
-            logger.warning("checkpoint-%d is skipped: %s", step, error)
-            return None
-        self._bring_run_files()
-        return path
-
-    def _bring_run_files(self) -> None:
+    def _download_run_files(self) -> None:
         """Download the run's logs, so that they continue."""
         has_recipe = files.exists(self.folder / RUN_RECIPE)
-        self._bring(n for n in self.there.of_the_run if not (has_recipe and n == RUN_RECIPE))
+        names = self.contents.of_the_run
+        self._download(name for name in names if not (has_recipe and name == RUN_RECIPE))
 
-    def _bring(self, names: Iterable[str]) -> None:
-        """Download some of the run's files."""
+    def _download(self, names: Iterable[str]) -> None:
         for name in names:
             # A listing may have any names, and must not lead out of the folder.
-            if is_plain_name(name) and self.there.files[name] <= MAX_RUN_FILE:
+            if is_plain_name(name) and self.contents.files[name] <= MAX_RUN_FILE:
                 data = self.store.read(name)
                 with files.raising(RunError, f"cannot copy {self.address}/{name}"):
                     files.make_folder((self.folder / name).parent)
                     files.write_aside(self.folder / name, data)
-
-    def _tell_of_uncommitted(self) -> None:
-        newest = max(self.steps, default=-1)
-        for step, name in self.there.uncommitted.items():
-            if step > newest:
-                logger.info(
-                    "%s was never committed in %s (its upload was interrupted): skipped",
-                    name,
-                    self.store.address,
-                )
 
 
 class ObjectStores:
@@ -145,7 +145,7 @@ class ObjectStores:
     def open_run(self, address: Address, folder: Path, *, seconds: float) -> StoredRun:
         """Open a run. Raises ``StoreError`` if the store cannot be used."""
         run = _open(address, folder, seconds)
-        run.bring_recipe()
+        run.download_recipe()
         return run
 
     def fetch(self, address: Address, cache: Path | None = None, *, seconds: float = 600) -> Path:
@@ -161,20 +161,19 @@ class ObjectStores:
         return stored.load(address.name if is_one else f"checkpoint-{max(stored.steps)}")
 
     def lines(self, address: Address, *, verified: bool) -> list[CheckpointLine]:
-        """The checkpoints of a run, or one of them."""
+        """The checkpoints of a run, or one of them; ``verified``: every byte checked."""
         lines = list_store(address)
-        return [self._verified(address, line) for line in lines] if verified else lines
-
-    def _verified(self, run: Address, line: CheckpointLine) -> CheckpointLine:
-        """The same line, every byte checked. ``run`` may be the address of the checkpoint."""
-        if line.problem is not None:
-            return line
-        is_itself = run.name == line.path.name
-        address = run if is_itself else run.inside(line.path.name)
-        report = self.verify(address, full=True)
-        if report.ok:
-            return replace(line, verified="every byte")
-        return replace(line, problem=report.problems[0].removeprefix(f"{address}/"))
+        for i, line in enumerate(lines):
+            if verified and line.problem is None:
+                is_itself = address.name == line.path.name
+                checkpoint = address if is_itself else address.inside(line.path.name)
+                report = self.verify(checkpoint, full=True)
+                if report.ok:
+                    lines[i] = replace(line, verified="every byte")
+                else:
+                    problem = report.problems[0].removeprefix(f"{checkpoint}/")
+                    lines[i] = replace(line, problem=problem)
+        return lines
 
     def verify(self, checkpoint: Address, *, full: bool) -> Report:
         """Check a checkpoint where it is stored."""

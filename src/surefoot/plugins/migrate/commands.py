@@ -179,32 +179,23 @@ def _value(key: str, words: Sequence[str]) -> object:
 def with_arguments(document: Document, overrides: Overrides) -> tuple[Document, Overrides]:
     """``document`` with the overrides of its arguments (``learning_rate=1e-5``), and the others,
     of a recipe's fields."""
+    arguments: dict[str, object] = {}
+    others: Overrides
     if isinstance(overrides, Mapping):
         arguments = {key: value for key, value in overrides.items() if key in ARGUMENTS}
-        others: Overrides = {k: value for k, value in overrides.items() if k not in ARGUMENTS}
+        others = {key: value for key, value in overrides.items() if key not in ARGUMENTS}
     else:
-        others = [word for word in overrides if not _sets_argument(word)]
-        arguments = dict(_argument_of(word) for word in overrides if _sets_argument(word))
+        others = words = []
+        for word in overrides:
+            key, equals, text = word.partition("=")
+            if not equals or key not in ARGUMENTS:
+                words.append(word)
+            elif ARGUMENTS[key].kind == "text":
+                arguments[key] = parse_text(text)
+            else:
+                arguments[key] = parse_argument(text, f"{_LINE}: {word}")
     if not arguments or not isinstance(document.data, Mapping):
         return document, others
+    data = {**document.data, **arguments}
     origins: dict[Keys, str] = {(name,): f"{_LINE}: {name}" for name in arguments}
-    return (
-        replace(
-            document,
-            data={**document.data, **arguments},
-            overrides={**document.overrides, **origins},
-        ),
-        others,
-    )
-
-
-def _sets_argument(word: str) -> bool:
-    key, equals, _ = word.partition("=")
-    return bool(equals) and key in ARGUMENTS
-
-
-def _argument_of(word: str) -> tuple[str, object]:
-    key, _, text = word.partition("=")
-    if ARGUMENTS[key].kind == "text":
-        return key, parse_text(text)
-    return key, parse_argument(text, f"{_LINE}: {word}")
+    return replace(document, data=data, overrides={**document.overrides, **origins}), others

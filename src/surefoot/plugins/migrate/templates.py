@@ -43,9 +43,8 @@ def masks_line_break(name: str) -> bool:
 
 def next_roles(name: str) -> tuple[str, ...]:
     """What ends a turn here where LLaMA-Factory trains the eos token."""
-    return (
-        tuple(end for end in families()[name].ends if end != "{eos}") if name in families() else ()
-    )
+    ends = families()[name].ends if name in families() else ()
+    return tuple(end for end in ends if end != "{eos}")
 
 
 def thinks(name: str | None) -> bool:

@@ -6,6 +6,7 @@ has the two forms that need no strategy. ``naming`` and ``experts`` give the ten
 names, and ``model`` puts all of it together; ``resume`` resumes a run, ``recipe`` converts its
 YAML.
 
-To write: ``writing`` is the target of ``ckpt convert``; ``tensor_layout`` has the layouts of a
-``parallel_config``, and ``strategy`` writes those of each rank.
+To write: ``target`` is that of ``ckpt convert``, and ``writing`` writes its three forms;
+``tensor_layout`` has the layouts of a ``parallel_config``, and ``strategy`` writes those of each
+rank.
 """

@@ -16,8 +16,10 @@ from rich.console import Console
 from ...cli.table import JSON, cell, console, frame, number, print_json, table
 from ...errors import RecipeError, RunError, counted, installation
 from ...parallel.section import launched
+from ...storage.child import LAUNCHER
 from ...storage.folder_lock import lock
 from ...terminal_text import visible
+from ...training.callbacks.launches import start_training
 
 if TYPE_CHECKING:
     from signal import Signals
@@ -124,11 +126,9 @@ def sweep(
         from .space import open_space
         from .study import STUDY
         from .sweep import LOCK, SearchSettings, Sweep
-    except ImportError as error:
-        if (error.name or "").partition(".")[0] != "optuna":
-            raise
+    except ModuleNotFoundError as error:
         raise RunError(
-            "sweeps need optuna, which is not installed: pip install 'surefoot[sweep]'"
+            f"sweeps need {error.name}, which is not installed: pip install 'surefoot[sweep]'"
         ) from None
     if launched() is not None:
         raise RunError(
@@ -144,21 +144,21 @@ def sweep(
             "data.val_size and train.eval_steps, or leave it out"
         )
     options["num_trials"] = _num_trials(space, options.pop("trials"), options["sampler"])
-    where = [options.pop(name) for name in ("on", "jobs", "gpus", "cpus")]
-    starts, share = _starts(*where)
+    on, jobs, gpus, cpus = (options.pop(name) for name in ("on", "jobs", "gpus", "cpus"))
+    starts, resources = _starts(on, jobs, gpus, cpus)
     output = (output or _default_output(space)).absolute()
     taken = f"{output}: another process runs this sweep; wait for it, or choose another --output"
     with lock(output, RunError, doing="sweep", taken=taken, name=LOCK):
         settings, is_resumed = SearchSettings(**options), (output / STUDY).exists()
         search = Sweep(output, space, objective, settings, starts, _tell)
-        with contextlib.suppress(OSError):
-            facts = {key.key: key.text for key in space.keys} | {
-                "objective": objective,
-                "sampler": f"{settings.sampler}, seed {settings.seed}",
-                "trials": f"{settings.num_trials}{', resumed' if is_resumed else ''}",
-                **({"each trial": share} if share else {}),
-                "output": output,
-            }
+        facts: dict[str, object] = {key.key: key.text for key in space.keys}
+        facts["objective"] = objective
+        facts["sampler"] = f"{settings.sampler}, seed {settings.seed}"
+        facts["trials"] = f"{settings.num_trials}{', resumed' if is_resumed else ''}"
+        if resources:
+            facts["each trial"] = resources
+        facts["output"] = output
+        with contextlib.suppress(OSError):  # the terminal may be closed
             Console(stderr=True, highlight=False).print(frame(recipe, facts.items()))
         results = search.run()
     if as_json:
@@ -166,16 +166,6 @@ def sweep(
     else:
         _show(results, output)
     _exit(search.signals, results)
-
-
-def _default_output(space: Space) -> Path:
-    folder = space.base.train.output_dir
-    if not isinstance(folder, Path):
-        raise RunError(
-            f"train.output_dir: {folder} is a URL, and the trials of a sweep are in a local "
-            "folder; name it with --output"
-        )
-    return folder.with_name(f"{folder.name}-sweep")
 
 
 def _num_trials(space: Space, trials: int | None, sampler: str) -> int:
@@ -195,20 +185,19 @@ def _starts(
 ) -> tuple[list[StartTrial], str]:
     """What starts each of ``jobs`` trials at once, and with what on a cluster. Raises
     ``RunError``."""
-    from .sweep import start_here
-
     if on is None:
         if gpus is not None or cpus is not None:
             raise RunError(
                 "--gpus and --cpus are for --on ray; on this machine, GPUs and cores are divided "
                 "among --jobs, and CUDA_VISIBLE_DEVICES says which GPUs there are"
             )
-        return [partial(start_here, environment=each) for each in _environments(jobs)], ""
+        # With LAUNCHER, a trial saves and ends if this process dies.
+        own = {LAUNCHER: str(os.getpid())}
+        shares = _environments(jobs)
+        return [partial(start_training, environment={**own, **share}) for share in shares], ""
     try:
         from .on_ray import RayTrial, connect
-    except ImportError as error:
-        if (error.name or "").partition(".")[0] != "ray":
-            raise
+    except ModuleNotFoundError:
         raise RunError(f"--on ray: Ray is not installed: {installation('ray')}") from None
     resources = connect(jobs, gpus, cpus)
     return [partial(RayTrial, resources, _tell)] * jobs, f"{resources}, on one node of Ray's"
@@ -219,22 +208,34 @@ def _environments(jobs: int) -> list[dict[str, str]]:
     Trials share a GPU if there are fewer than trials."""
     if jobs == 1:
         return [{}]
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        devices = [device for name in visible.split(",") if (device := name.strip())]
+    if (visible_devices := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        devices = [device for name in visible_devices.split(",") if (device := name.strip())]
     else:
         import torch
 
         devices = [str(number) for number in range(torch.cuda.device_count())]
     # The cores of this process: a container or a queue may give fewer than the machine has.
-    size, cores = len(devices) // jobs, max(1, len(os.sched_getaffinity(0)) // jobs)
+    num_cores = max(1, len(os.sched_getaffinity(0)) // jobs)
+    num_devices = len(devices) // jobs
     environments: list[dict[str, str]] = [{} for _ in range(jobs)]
     for job, environment in enumerate(environments):
         if devices:
-            job_devices = devices[job * size : (job + 1) * size] or [devices[job % len(devices)]]
+            job_devices = devices[job * num_devices : (job + 1) * num_devices]
+            job_devices = job_devices or [devices[job % len(devices)]]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(job_devices)
         if "OMP_NUM_THREADS" not in os.environ:
-            environment["OMP_NUM_THREADS"] = str(cores)
+            environment["OMP_NUM_THREADS"] = str(num_cores)
     return environments
+
+
+def _default_output(space: Space) -> Path:
+    folder = space.base.train.output_dir
+    if not isinstance(folder, Path):
+        raise RunError(
+            f"train.output_dir: {folder} is a URL, and the trials of a sweep are in a local "
+            "folder; name it with --output"
+        )
+    return folder.with_name(f"{folder.name}-sweep")
 
 
 def _tell(line: str) -> None:
@@ -260,13 +261,11 @@ def _show(results: Results, output: Path) -> None:
             )
         screen.print(trial_table)
     if (best := results.best) is not None:
-        line = (
-            f"best: trial {best.number}, {results.metric} {number(best.value)} at step {best.step}"
-        )
-        screen.print(cell(line), style="bold", soft_wrap=True)
-        following = f"next: surefoot train {shlex.quote(str(output / 'best.yaml'))}"
+        value = f"{results.metric} {number(best.value)} at step {best.step}"
+        screen.print(cell(f"best: trial {best.number}, {value}"), style="bold", soft_wrap=True)
+        command = f"surefoot train {shlex.quote(str(output / 'best.yaml'))}"
         # In one line, however long, so that it can be copied.
-        screen.print(cell(following), soft_wrap=True)
+        screen.print(cell(f"next: {command}"), soft_wrap=True)
 
 
 def _exit(signals: Sequence[Signals], results: Results) -> None:
@@ -274,9 +273,9 @@ def _exit(signals: Sequence[Signals], results: Results) -> None:
     if signals:
         _tell(f"stopped by {signals[0].name}; run the same command to resume")
         raise SystemExit(128 + signals[0])
-    if left := [str(trial.number) for trial in results.trials if trial.state == "half-run"]:
-        half = counted(len(left), "trial is", "trials are")
-        raise RunError(f"{half} half-run ({', '.join(left)}); run the same command to resume")
+    if numbers := [str(trial.number) for trial in results.trials if trial.state == "half-run"]:
+        half_run = f"{counted(len(numbers), 'trial is', 'trials are')} half-run"
+        raise RunError(f"{half_run} ({', '.join(numbers)}); run the same command to resume")
     if results.best is None:
         first = next((trial.reason for trial in results.trials if trial.reason), "")
         raise RunError(f"no trial has a result; the first failed: {first}")

@@ -26,18 +26,18 @@ _MEANING = {
 
 @dataclass(frozen=True)
 class Objective:
-    """A metric of runs, and which of its values counts."""
+    """A metric of runs, and how its values over a run become one."""
 
     metric: str
     direction: Direction
-    which: Literal["last", "best", "tenth"]
+    reduction: Literal["last", "best", "tenth"]
 
     def __str__(self) -> str:
-        return f"{self.direction} {self.metric}, {_MEANING[self.which]}"
+        return f"{self.direction} {self.metric}, {_MEANING[self.reduction]}"
 
     def evaluations(self, records: Sequence[Record]) -> list[Evaluation]:
         """The metric at each evaluation so far; none of a metric of training."""
-        if self.which == "tenth":
+        if self.reduction == "tenth":
             return []
         return [
             (_step(record), _mean([record[self.metric]]))
@@ -48,21 +48,23 @@ class Objective:
 
     def outcome(self, records: Sequence[Record]) -> Evaluation | None:
         """What counts of a run that has ended; None if it has no such metric."""
-        values = self.evaluations(records)
-        if self.which == "tenth":
+        if self.reduction == "tenth":
             logs = [record for record in records if "loss" in record and self.metric in record]
-            last = _step(logs[-1]) if logs else 0
-            tenth = [log[self.metric] for log in logs if _step(log) > last * 9 // 10]
-            return (last, _mean(tenth)) if logs else None
-        finite = [value for value in values if math.isfinite(value[1])]
-        if self.which == "best" and finite:
-            sign = 1 if self.direction == "minimize" else -1
-            return min(finite, key=lambda value: sign * value[1])
-        return values[-1] if values else None
+            if not logs:
+                return None
+            last_step = _step(logs[-1])
+            tenth = [log[self.metric] for log in logs if _step(log) > last_step * 9 // 10]
+            return last_step, _mean(tenth)
+        evaluations = self.evaluations(records)
+        finite = [(step, value) for step, value in evaluations if math.isfinite(value)]
+        if self.reduction == "best" and finite:
+            best_of = min if self.direction == "minimize" else max
+            return best_of(finite, key=lambda evaluation: evaluation[1])
+        return evaluations[-1] if evaluations else None
 
 
 def choose_objective(
-    recipe: Recipe, keys: Iterable[str], metric: str | None, direction: str | None
+    recipe: Recipe, keys: Iterable[str], metric: str | None, direction: Direction | None
 ) -> Objective:
     """The objective of a sweep over ``keys``: the held-out metric if there are held-out rows, else
     the training loss. Raises ``RecipeError`` if the recipe never computes it, or if it cannot be
@@ -71,9 +73,9 @@ def choose_objective(
     if metric is None:
         metric = train.metric_for_best_model if has_rows else "loss"
         for key in keys:
-            if what := _incomparable(recipe, key, metric):
+            if meaning := _incomparable(recipe, key, metric):
                 raise RecipeError(
-                    f"command line: {key} changes {what}, so {metric} of two trials does not "
+                    f"command line: {key} changes {meaning}, so {metric} of two trials does not "
                     "compare; name the metric that decides with --metric, for example "
                     "eval_rewards/accuracies for dpo, or that one if you want it nevertheless"
                 )
@@ -89,13 +91,13 @@ def choose_objective(
             "train.eval_steps or train.eval_epoch, or choose --metric loss, the training loss"
         )
     is_recipes = metric == train.metric_for_best_model
-    greater = train.is_greater_better if is_recipes else more_is_better(metric)
-    if direction is not None:
-        greater = direction == "maximize"
-    way: Direction = "maximize" if greater else "minimize"
+    if direction is None:
+        is_greater_better = train.is_greater_better if is_recipes else more_is_better(metric)
+        direction = "maximize" if is_greater_better else "minimize"
     if not is_evaluation:
-        return Objective(metric, way, "tenth")
-    return Objective(metric, way, "best" if is_recipes and train.load_best_model_at_end else "last")
+        return Objective(metric, direction, "tenth")
+    has_best = is_recipes and train.load_best_model_at_end
+    return Objective(metric, direction, "best" if has_best else "last")
 
 
 def _incomparable(recipe: Recipe, key: str, metric: str) -> str | None:

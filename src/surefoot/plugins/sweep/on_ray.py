@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,15 +138,12 @@ class RayTrial:
     folder: Path
     arguments: Sequence[str]
     _actor: Any = None
-    _answer: Any = None  # of the actor, to come
     _code: int | None = None
     _signals: list[int] = field(default_factory=list)
     _next_look: float = 0.0
-    _placed: float = 0.0  # since when the actor is to be started
-    _is_started: bool = False
-    _is_announced: bool = False
-    _losses: int = 0
-    _last_step: int = -1  # at the last loss
+
+    def __post_init__(self) -> None:
+        self._looks = self._train()
 
     def __str__(self) -> str:
         return f"trial {int(self.folder.name.rpartition('-')[2])}"
@@ -156,81 +153,86 @@ class RayTrial:
         now = time.monotonic()
         if self._code is None and now >= self._next_look:
             self._next_look = now + _LOOK
-            self._look(now)
+            try:
+                next(self._looks)
+            except StopIteration as end:
+                self._end(end.value)
+            except RunError:
+                self._end(128 + signal.SIGTERM)  # what ends the sweep does not start it again
+                raise
         return self._code
 
     def send_signal(self, number: int) -> None:
         """Send a signal to the process; one that waits for a node never starts."""
         self._signals.append(number)
-        if not self._is_started:
-            self._end(128 + number)
-
-    def _look(self, now: float) -> None:
-        if self._actor is None:
-            # The process may live on, on a node that Ray alone has lost.
-            if not is_held(self.folder / RUN_LOCK):
-                self._place(now)
-            return
-        if not ray.wait([self._answer], timeout=0)[0]:
-            if not self._is_started and now > self._placed + _QUICK:
-                self._wait(now - self._placed)
-            return
-        try:
-            code = ray.get(self._answer)
-        except RayTaskError as error:
-            self._end(128 + signal.SIGTERM)
-            raise RunError(str(error.cause)) from error
-        except ActorUnavailableError:  # for now
-            code = None
-        except RayError as error:
-            self._lose(error)
-            return
-        else:
-            self._is_started = True
-        if code is None:
-            self._answer = self._actor.poll.remote(self._signals)
-        else:
-            self._end(code)
-
-    def _place(self, now: float) -> None:
-        self._placed, self._is_started, self._is_announced = now, False, False
-        options = {"num_cpus": self.resources.cpus, "num_gpus": self.resources.gpus}
-        self._actor = ray.remote(**options)(TrialActor).remote(
-            self.folder, self.arguments, Path.cwd(), self.resources.gpus > 0
-        )
-        self._answer = self._actor.poll.remote(self._signals)
-
-    def _wait(self, seconds: float) -> None:
-        """Say for what the trial waits. Raises ``RunError`` if it waits in vain."""
-        if any(map(self.resources.fit, _nodes())):
-            line = f"waiting for {self.resources} on one node, in use now"
-        else:
-            line = f"no node of the cluster has {self.resources}"
-            if seconds > _PATIENCE:
-                self._end(128 + signal.SIGTERM)
-                raise RunError(
-                    f"--on ray: {line}, and none has joined in {_PATIENCE / 60:g} minutes; "
-                    "choose other --gpus or --cpus, or start such a node"
-                )
-            line += f"; waiting for one to join, {_PATIENCE / 60:g} minutes at most"
-        if not self._is_announced:
-            self._is_announced = True
-            self.tell(f"{self}: {line}")
-
-    def _lose(self, error: RayError) -> None:
-        reason = str(error).strip().splitlines()[-1].strip()
-        step = last_heartbeat(self.folder).get("step", -1)
-        self._losses = 1 if step > self._last_step else self._losses + 1
-        self._last_step, self._actor, self._is_started = step, None, False
-        if self._signals:
-            self._end(128 + self._signals[-1])
-        elif self._losses < _MAX_LOSSES:
-            self.tell(f"{self}: lost ({reason}); it starts again once nobody has its folder")
-        else:
-            self.tell(f"{self}: lost {self._losses} times at one step ({reason})")
-            self._end(128 + signal.SIGTERM)
 
     def _end(self, code: int) -> None:
         self._code = code
         if self._actor is not None:
             ray.kill(self._actor)
+
+    def _train(self) -> Generator[None, None, int]:
+        """Train on a node, and on another one after a loss; the exit code. Each step is a look."""
+        num_losses, last_step = 0, -1
+        while True:
+            # The process may live on, on a node that Ray alone has lost.
+            while not self._signals and is_held(self.folder / RUN_LOCK):
+                yield
+            if self._signals:
+                return 128 + self._signals[-1]
+            try:
+                return (yield from self._train_on_a_node())
+            except RayError as error:
+                self._actor, reason = None, str(error).strip().splitlines()[-1].strip()
+            step = last_heartbeat(self.folder).get("step", -1)
+            num_losses = 1 if step > last_step else num_losses + 1
+            last_step = step
+            if num_losses == _MAX_LOSSES and not self._signals:
+                self.tell(f"{self}: lost {num_losses} times at one step ({reason})")
+                return 128 + signal.SIGTERM
+            if not self._signals:
+                self.tell(f"{self}: lost ({reason}); it starts again once nobody has its folder")
+                yield
+
+    def _train_on_a_node(self) -> Generator[None, None, int]:
+        """Wait for a node, and then for the exit code. Raises ``RayError`` if the actor is lost."""
+        options = {"num_cpus": self.resources.cpus, "num_gpus": self.resources.gpus}
+        self._actor = ray.remote(**options)(TrialActor).remote(
+            self.folder, self.arguments, Path.cwd(), self.resources.gpus > 0
+        )
+        answer = self._actor.poll.remote(self._signals)
+        placed, is_started, is_announced = time.monotonic(), False, False
+        while True:
+            yield
+            if self._signals and not is_started:
+                return 128 + self._signals[-1]
+            if not ray.wait([answer], timeout=0)[0]:
+                seconds = time.monotonic() - placed
+                if not is_started and seconds > _QUICK:
+                    line = self._waits_for(seconds)
+                    if not is_announced:
+                        self.tell(f"{self}: {line}")
+                    is_announced = True
+                continue
+            try:
+                code: int | None = ray.get(answer)
+                is_started = True
+            except RayTaskError as error:
+                raise RunError(str(error.cause)) from error
+            except ActorUnavailableError:  # for now
+                code = None
+            if code is not None:
+                return code
+            answer = self._actor.poll.remote(self._signals)
+
+    def _waits_for(self, seconds: float) -> str:
+        """What the trial has waited for, so long. Raises ``RunError`` if it waits in vain."""
+        if any(map(self.resources.fit, _nodes())):
+            return f"waiting for {self.resources} on one node, in use now"
+        line = f"no node of the cluster has {self.resources}"
+        if seconds > _PATIENCE:
+            raise RunError(
+                f"--on ray: {line}, and none has joined in {_PATIENCE / 60:g} minutes; "
+                "choose other --gpus or --cpus, or start such a node"
+            )
+        return f"{line}; waiting for one to join, {_PATIENCE / 60:g} minutes at most"

@@ -8,7 +8,7 @@ import json
 import math
 import re
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -118,29 +118,29 @@ def open_space(recipe: Path, arguments: Sequence[str]) -> Space:
     swept: dict[str, str] = {}
     fixed: list[str] = []
     for argument in arguments:
-        key, _, text = (part.strip() for part in argument.partition("="))
-        if not text or not all(key.split(".")):
+        name, _, text = (part.strip() for part in argument.partition("="))
+        if not text or not all(name.split(".")):
             raise RecipeError(
                 f"command line: {argument!r}: expected {_EXAMPLE}; a range is {FORMS}"
             )
-        if not _BEGINS_AS_RANGE.match(text) and len(_items(key, text)) == 1:
+        if not _BEGINS_AS_RANGE.match(text) and len(_items(name, text)) == 1:
             fixed.append(argument)
-        elif key in swept:
-            raise RecipeError(f"command line: {key} is given twice; keep one")
+        elif name in swept:
+            raise RecipeError(f"command line: {name} is given twice; keep one")
         else:
-            swept[key] = text
+            swept[name] = text
     if not swept:
         raise RecipeError(
             f"nothing varies; name at least one {_EXAMPLE} or method.lora.rank=8,16,32"
         )
     base = load(recipe, fixed)
-    space = Space(base, tuple(_key(base, key, text) for key, text in swept.items()))
-    for varied in space.keys:
-        _check(base, varied, list(swept))
+    space = Space(base, tuple(_key(base, name, text) for name, text in swept.items()))
+    for key in space.keys:
+        _check(base, key, swept)
     # Values that are right alone may contradict each other; those of later combinations fail when
     # their turn comes.
-    every = itertools.product(*(key.checked() for key in space.keys))
-    for values in itertools.islice(every, MAX_CHECKED):
+    combinations = itertools.product(*(key.checked() for key in space.keys))
+    for values in itertools.islice(combinations, MAX_CHECKED):
         space.recipe(dict(zip(swept, values, strict=True)), Path("trial"))
     return space
 
@@ -185,23 +185,24 @@ def _key(base: Recipe, key: str, text: str) -> SweptKey:
     return SweptKey(key, text, distribution)
 
 
-def _check(base: Recipe, key: SweptKey, names: Sequence[str]) -> None:
+def _check(base: Recipe, key: SweptKey, swept: Container[str]) -> None:
     """Raise ``RecipeError`` for a value that the recipe does not allow, and where not the setting
     alone would vary, or without effect."""
     place = f"command line: {key.key}={key.text}"
     section, _, name = key.key.rpartition(".")
-    stronger = f"{section}.{_PRECEDENCE.get(name)}"
-    value: object = base
-    for part in stronger.split("."):
-        value = getattr(value, part, value)  # the name of a variant is no attribute
-    if name in _PRECEDENCE and (value is not None or stronger in names):
-        raise RecipeError(
-            f"{place}: has no effect, as {stronger} has precedence and "
-            f"{'varies, too' if value is None else f'is {value}'}; vary {stronger} instead, or set "
-            "it to null"
-        )
-    for value in key.checked():
-        for change in changes(base, _read_one(base, key.key, value)):
+    if name in _PRECEDENCE:
+        stronger = f"{section}.{_PRECEDENCE[name]}"
+        value: object = base
+        for part in stronger.split("."):
+            value = getattr(value, part, value)  # the name of a variant is no attribute
+        if value is not None or stronger in swept:
+            raise RecipeError(
+                f"{place}: has no effect, as {stronger} has precedence and "
+                f"{'varies, too' if value is None else f'is {value}'}; vary {stronger} instead, or "
+                "set it to null"
+            )
+    for swept_value in key.checked():
+        for change in changes(base, _read_one(base, key.key, swept_value)):
             changed = setting_at(Recipe, change.path.split("."))
             if key.key.startswith(f"{change.path}.") and changed is not None and changed.choices:
                 raise RecipeError(

@@ -7,7 +7,6 @@ once. So a killed sweep neither loses nor repeats one.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import math
@@ -42,19 +41,18 @@ def open_study(folder: Path, direction: Direction) -> optuna.Study:
     """The study in ``folder``, whose lock this process holds; made if there is none."""
     path = folder / STUDY
     # What a kill leaves is not for optuna 5: it waits half a minute for its own lock, and a torn
-    # last line makes the journal unreadable with the next one.
-    for left in folder.glob(f"{STUDY}.lock*"):
-        left.unlink(missing_ok=True)
+    # last line makes the journal unreadable with the next one (decisions/0076).
+    for stale_lock in folder.glob(f"{STUDY}.lock*"):
+        stale_lock.unlink(missing_ok=True)
     if path.exists() and not (data := path.read_bytes()).endswith(b"\n"):
         with path.open("r+b") as file:
             file.truncate(data.rfind(b"\n") + 1)
     backend = JournalFileBackend(str(path), lock_obj=JournalFileOpenLock(str(path)))
     storage = JournalStorage(backend)
-    with contextlib.suppress(
-        KeyError
-    ):  # there is none; create_study would write a line in any case
+    try:  # create_study(load_if_exists=True) would write a line in any case
         return optuna.load_study(study_name="sweep", storage=storage)
-    return optuna.create_study(study_name="sweep", storage=storage, direction=direction)
+    except KeyError:
+        return optuna.create_study(study_name="sweep", storage=storage, direction=direction)
 
 
 def values_of(space: Space, trial: FrozenTrial) -> dict[str, object]:
@@ -173,17 +171,16 @@ def gather(study: optuna.Study, space: Space, metric: str) -> Results:
         value, attrs = trial.value, trial.user_attrs
         if value is None and trial.last_step is not None:
             value = trial.intermediate_values[trial.last_step]
-        trials.append(
-            TrialResult(
-                number=trial.number,
-                folder=folder_name(trial.number),
-                state=_STATES[trial.state],
-                values=values_of(space, trial),
-                value=value if value is not None and math.isfinite(value) else None,
-                step=attrs.get("step", trial.last_step),
-                reason=attrs.get("reason"),
-            )
+        result = TrialResult(
+            number=trial.number,
+            folder=folder_name(trial.number),
+            state=_STATES[trial.state],
+            values=values_of(space, trial),
+            value=value if value is not None and math.isfinite(value) else None,
+            step=attrs.get("step", trial.last_step),
+            reason=attrs.get("reason"),
         )
+        trials.append(result)
     return Results(metric, study.direction.name.lower(), trials)
 
 

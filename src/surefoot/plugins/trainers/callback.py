@@ -66,8 +66,8 @@ class SurefootCheckpoints(TrainerCallback):  # type: ignore[misc]
     Args:
         trainer: with ``save_strategy="no"``; one process on one device.
         save_steps: steps between two checkpoints.
-        keep: how many of the latest to keep, or a ``Rule``; all of them by default. The best by
-            ``metric_for_best_model`` and the one resumed from are always kept.
+        keep: how many of the latest to keep, or a ``RetentionPolicy``; all of them by default. The
+            best by ``metric_for_best_model`` and the one resumed from are always kept.
         output_dir: the trainer's own by default.
 
     Raises:
