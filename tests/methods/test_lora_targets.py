@@ -9,7 +9,7 @@ import mixtures
 import tiny
 from surefoot.errors import RecipeError
 from surefoot.methods import LoRA
-from surefoot.model.layers import enable_fused_lora
+from surefoot.model.lora_layers import enable_fused_lora
 from surefoot.model.lora_targets import READ, ROUTER, adapted, matrices
 
 IDS = torch.arange(3, 63).view(4, 15)

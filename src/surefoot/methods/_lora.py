@@ -148,7 +148,7 @@ class LoRA(AdapterMethod):
         )
         wrapped = self.wrapped(model, chosen, config)
         if self.dora:
-            models.adapters.set_magnitudes(wrapped)
+            models.lora_layers.set_magnitudes(wrapped)
         if self.init in ("pissa", "olora"):
             models.adapters.add_start(wrapped, config, self.init, self.init_iterations)
         self._freeze(wrapped)

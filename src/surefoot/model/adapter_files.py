@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from ..errors import CheckpointError, ModelError, counted, first_line
 from ..storage.files import read_json
 from ..storage.weight_files import adapter_names, is_adapter
-from .adapters import add_frozen, enable_float32_lengths, stacked_layers
+from .adapters import add_frozen, stacked_layers
+from .lora_layers import enable_float32_lengths
 from .lora_targets import is_linear
 from .weights import AdapterWeights
 

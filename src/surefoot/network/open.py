@@ -39,18 +39,17 @@ from ..errors import (
 )
 from ..log import silenced
 from ..model.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
-from ..model.adapters import enable_float32_lengths
 from ..model.config import check_alone, check_router_loss, quantization
 from ..model.expansion import note_new_tokens, refuse_divided, untrained_matrices, verify_new_layers
 from ..model.isolation import use_packed
 from ..model.layers import (
     add_embedding_noise,
     compile_layers,
-    enable_fused_lora,
     recompute_activations,
     use_float8,
 )
 from ..model.loading import WEIGHTS, grow_embeddings, resolve, training_dtype, upcast_trained
+from ..model.lora_layers import enable_float32_lengths, enable_fused_lora
 from ..model.lora_targets import refuse_read_weights
 from ..model.outputs import logprob_head_of
 from ..model.packed_attention import follow_calls, switch_to_packed
