@@ -24,7 +24,7 @@ from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
 from transformers import CompressedTensorsConfig
 
-from surefoot.model.lora_targets import layer_list
+from surefoot.model.weight_matrices import layer_list
 from surefoot.plugins.quantize import calibration as calibration_data
 from surefoot.plugins.quantize.calibration import DAMPING, Calibrator, round_by_gptq
 from surefoot.plugins.quantize.layerwise import open_layerwise, run_layer

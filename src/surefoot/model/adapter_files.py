@@ -20,7 +20,7 @@ from ..storage.files import read_json
 from ..storage.weight_files import adapter_names, is_adapter
 from .adapters import add_frozen, stacked_layers
 from .lora_layers import enable_float32_lengths
-from .lora_targets import is_linear
+from .weight_matrices import is_linear
 from .weights import AdapterWeights
 
 if TYPE_CHECKING:  # slow to import, and here only a name

@@ -29,7 +29,8 @@ import torch
 from torch import nn
 
 from ..errors import RecipeError
-from .lora_targets import endings, is_added, plain_name
+from .lora_targets import endings
+from .weight_matrices import is_added, plain_name
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -27,7 +27,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ..batch import Batch
 from ..errors import RecipeError, counted, first_line
 from ..parallel.world import local
-from .lora_targets import layer_list
+from .weight_matrices import layer_list
 
 logger = logging.getLogger(__name__)
 Run = Callable[[Batch], torch.Tensor]

@@ -50,11 +50,11 @@ from ..model.layers import (
 )
 from ..model.loading import WEIGHTS, grow_embeddings, resolve, training_dtype, upcast_trained
 from ..model.lora_layers import enable_float32_lengths, enable_fused_lora
-from ..model.lora_targets import refuse_read_weights
 from ..model.outputs import logprob_head_of
 from ..model.packed_attention import follow_calls, switch_to_packed
 from ..model.pipeline_stages import parameters_of
 from ..model.section import ModelSection
+from ..model.weight_matrices import refuse_read_weights
 from ..optim.optimizer import Optimizer, check_learning_rates, with_parts
 from ..optim.state import check_shards, shapes_of_state
 from ..optim.state_tensor import check_kinds

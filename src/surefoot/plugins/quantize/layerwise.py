@@ -25,7 +25,7 @@ from ...checkpoint.sources import TensorSource, read_whole
 from ...errors import ModelError, first_line
 from ...model.config import auto_class
 from ...model.loading import device, fill_buffers
-from ...model.lora_targets import layer_list
+from ...model.weight_matrices import layer_list
 from ...model.weights import FullWeights, FusedPlacement, names_in_files, place, places
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a layer besides hidden states
