@@ -15,7 +15,7 @@ from kept import assert_bitwise, everything
 from spread import learn, resume, save, trainer
 from surefoot.network._parameter_names import kinds_of, names_by_part
 from surefoot.optim import OPTIMIZERS
-from surefoot.optim._rules import matrices as orthogonalization
+from surefoot.optim._rules import orthogonalization
 from surefoot.optim.bf16_weights import MASTER
 from surefoot.optim.optimizer import SCHEDULES, declared_state
 from surefoot.optim.state import dtype_of

@@ -15,7 +15,7 @@ from surefoot.generate._slots import SlotCache
 from surefoot.generate.live import RowSettings, rows_of
 from surefoot.generate.responses import Chooser, requests_of
 from surefoot.generate.section import GenerateSection
-from surefoot.model.adapters import AdaptersByRow
+from surefoot.model.lora_layers import AdaptersByRow
 from tiny import model
 from zoo import architectures
 

@@ -9,7 +9,7 @@ from peft.tuners.lora import Linear
 import tiny
 from surefoot.methods import LoRA
 from surefoot.model.chunked_cross_entropy import CHUNK, Head, logps, scores, totals
-from surefoot.model.layers import enable_fused_lora
+from surefoot.model.lora_layers import enable_fused_lora
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.bfloat16]

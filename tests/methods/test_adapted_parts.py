@@ -19,11 +19,10 @@ import tiny
 from each import some
 from surefoot.errors import RecipeError
 from surefoot.methods import OFT, LoRA, VeRA
-from surefoot.model.adapters import enable_float32_lengths
 from surefoot.model.isolation import use_packed
-from surefoot.model.layers import enable_fused_lora
-from surefoot.model.lora_targets import adapted, layer_list
+from surefoot.model.lora_layers import enable_float32_lengths, enable_fused_lora
 from surefoot.model.outputs import compute, logprob_head_of
+from surefoot.model.weight_matrices import adapted, layer_list
 from surefoot.network._coverage import coverage, table
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe_data import open_codec

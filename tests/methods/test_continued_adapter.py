@@ -8,7 +8,7 @@ import surefoot
 from folders import save_adapter, save_data, save_model, save_recipe
 from surefoot.errors import RecipeError
 from surefoot.methods import LoRA
-from surefoot.model.lora_targets import adapted
+from surefoot.model.weight_matrices import adapted
 from surefoot.network.draft import NetworkOptions
 from surefoot.network.open import open_network
 from surefoot.parallel.world import ALONE

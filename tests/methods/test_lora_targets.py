@@ -9,8 +9,8 @@ import mixtures
 import tiny
 from surefoot.errors import RecipeError
 from surefoot.methods import LoRA
-from surefoot.model.layers import enable_fused_lora
-from surefoot.model.lora_targets import READ, ROUTER, adapted, matrices
+from surefoot.model.lora_layers import enable_fused_lora
+from surefoot.model.weight_matrices import READ, ROUTER, adapted, matrices
 
 IDS = torch.arange(3, 63).view(4, 15)
 FEW = ["qwen2_moe", "deepseek_v3", "hunyuan_v1_moe", "longcat_flash", "phimoe", "jamba", "mamba"]

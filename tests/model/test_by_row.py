@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from surefoot.model.adapters import AdaptersByRow, can_be_by_row
+from surefoot.model.lora_layers import AdaptersByRow, can_be_by_row
 from tiny import model
 
 NAMES = {

@@ -9,8 +9,8 @@ from peft.tuners.lora import Linear
 
 import tiny
 from surefoot.methods import LoRA
-from surefoot.model import layers
-from surefoot.model.layers import enable_fused_lora
+from surefoot.model import lora_layers
+from surefoot.model.lora_layers import enable_fused_lora
 
 IDS = torch.tensor([[5, 9, 11, 7, 8, 3], [4, 6, 21, 30, 31, 2]])
 
@@ -52,8 +52,8 @@ def alone(layer, x):
 def passes(monkeypatch):
     """Counts the passes of ours."""
     found = []
-    own = layers._LowRank.apply
-    monkeypatch.setattr(layers._LowRank, "apply", lambda *a: found.append(a) or own(*a))
+    own = lora_layers._LowRank.apply
+    monkeypatch.setattr(lora_layers._LowRank, "apply", lambda *a: found.append(a) or own(*a))
     return found
 
 

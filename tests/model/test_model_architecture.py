@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GraniteConfig, OPTCon
 import tiny
 from surefoot.errors import RecipeError
 from surefoot.model import packed_attention
-from surefoot.model.pipeline_stages import anatomy
+from surefoot.model.pipeline_stages import architecture_of
 
 SMALL = {**tiny.SIZES, "tie_word_embeddings": False}
 
@@ -19,16 +19,16 @@ def test_the_parts_are_found_and_left_as_they_were(kind, packing):
     if packing:
         packed_attention.switch_to_packed(model)
     before = dict(model.named_modules())
-    found = anatomy(model)
-    names = (found.embedding, found.layers, found.norm, found.head, found.num_layers)
-    assert names == ("embed_tokens", "layers", "norm", "lm_head", 3)
+    found = architecture_of(model)
+    names = (found.embedding, found.layers, found.norm, found.head)
+    assert names == ("embed_tokens", "layers", "norm", "lm_head")
     assert dict(model.named_modules()) == before
 
 
 def test_a_model_on_meta_is_enough():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny.model().config)
-    assert anatomy(model).num_layers == 3
+    assert architecture_of(model).layers == "layers"
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_one_that_cannot_be_cut_is_refused_by_name(config, why):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(RecipeError, match=f"parallel.pp: {type(model).__name__} .*{why}"):
-        anatomy(model)
+        architecture_of(model)
 
 
 def test_a_layer_that_gets_what_learns_besides_is_refused(monkeypatch):
@@ -56,4 +56,4 @@ def test_a_layer_that_gets_what_learns_besides_is_refused(monkeypatch):
     rotary = model.model.rotary_emb
     monkeypatch.setattr(rotary, "forward", lambda x, position_ids: (x * weight[0],) * 2)
     with pytest.raises(RecipeError, match="layer 0 gets position_embeddings as well"):
-        anatomy(model)
+        architecture_of(model)

@@ -13,8 +13,8 @@ import surefoot
 from folders import save_adapter, save_recipe, tokenizer
 from surefoot.errors import ModelError, RecipeError, RunError
 from surefoot.methods import Full, LoRA
-from surefoot.model.lora_targets import refuse_read_weights
 from surefoot.model.tokenizer import load_tokenizer
+from surefoot.model.weight_matrices import refuse_read_weights
 from surefoot.network.draft import MetaTensors, NetworkOptions
 from surefoot.network.open import open_network, refuse_early, size_of_save
 from surefoot.optim._variants.adamw import AdamW

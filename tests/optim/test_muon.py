@@ -15,11 +15,10 @@ from spread import learn, trainer
 from surefoot.errors import RecipeError
 from surefoot.methods import LoRA
 from surefoot.network._parameter_names import kinds_of
-from surefoot.optim._rules import matrices as orthogonalization
-from surefoot.optim._rules.matrices import (
+from surefoot.optim._rules import orthogonalization
+from surefoot.optim._rules.orthogonalization import (
     BATCH,
     balanced,
-    cost,
     newton_schulz,
     on_owners,
     orthogonalized,
@@ -246,8 +245,7 @@ def test_owners_share_the_work_and_each_rank_gets_its_parts():
             return matrix.double() * (number + 1)
 
         parts = [one.to_local() for one in cut]
-        costs = [cost(shape) for shape in shapes]
-        made = on_owners(parts, cut, costs, compute)
+        made = on_owners(parts, cut, compute)
         expected = [
             distribute_tensor(one * (n + 1), mesh, [Shard(dim)]).to_local()
             for n, (one, dim) in enumerate(zip(full, dims, strict=True))

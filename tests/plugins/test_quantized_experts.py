@@ -24,12 +24,8 @@ from surefoot.use.model_loading import find_parts
 pytest.importorskip("compressed_tensors")
 
 from surefoot.plugins.quantize import calibration
-from surefoot.plugins.quantize.calibration import (
-    calibration_rows,
-    matrices_of,
-    open_layerwise,
-    statistics_of,
-)
+from surefoot.plugins.quantize.calibration import calibration_rows, matrices_of, statistics_of
+from surefoot.plugins.quantize.layerwise import open_layerwise
 from surefoot.plugins.quantize.schemes import find_linear_layers
 from surefoot.plugins.quantize.target import QuantizedFolder
 from surefoot.use.exporting.verification import verify_export

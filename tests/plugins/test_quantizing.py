@@ -24,15 +24,10 @@ from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
 from transformers import CompressedTensorsConfig
 
-from surefoot.model.lora_targets import layer_list
+from surefoot.model.weight_matrices import layer_list
 from surefoot.plugins.quantize import calibration as calibration_data
-from surefoot.plugins.quantize.calibration import (
-    DAMPING,
-    Calibrator,
-    open_layerwise,
-    round_by_gptq,
-    run,
-)
+from surefoot.plugins.quantize.calibration import DAMPING, Calibrator, round_by_gptq
+from surefoot.plugins.quantize.layerwise import open_layerwise, run_layer
 from surefoot.plugins.quantize.schemes import (
     PRESETS,
     QuantizedSource,
@@ -248,7 +243,7 @@ def test_layer_by_layer_the_model_computes_the_same(kind, tmp_path):
     hidden, calls = model.record(rows)
     for place in range(len(model.layers)):
         with model.loaded(place) as (_, layer):
-            hidden = [run(layer, *both) for both in zip(hidden, calls[place], strict=True)]
+            hidden = [run_layer(layer, *both) for both in zip(hidden, calls[place], strict=True)]
     assert all(p.is_meta for p in model.model.parameters())
     whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     for row, found in zip(rows, hidden, strict=True):
@@ -278,7 +273,7 @@ def test_layer_by_layer_every_architecture_computes_the_same(name, tmp_path):
         (hidden,), calls = opened.record([list(range(5, 45))])
         for index in range(len(opened.layers)):
             with opened.loaded(index) as (_, layer):
-                hidden = run(layer, hidden, calls[index][0])
+                hidden = run_layer(layer, hidden, calls[index][0])
     except ModelError as error:
         assert name not in ODD
         pytest.skip(str(error))

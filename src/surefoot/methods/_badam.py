@@ -169,7 +169,7 @@ class LISA(Method):
 def make_layers_trainable(model: nn.Module, *, with_rest: bool) -> nn.Module:
     """What these methods share: make the decoder layers trainable, and the rest of ``model`` or
     not. Raises ``ModelError`` if there are no layers."""
-    layers = models.lora_targets.decoder_layers(model)
+    layers = models.weight_matrices.decoder_layers(model)
     model.requires_grad_(with_rest)
     for layer in layers:
         layer.requires_grad_(True)

@@ -32,7 +32,7 @@ class Full(Method):
         model.requires_grad_(True)
         for name in self.frozen_modules:
             key = "method.full.frozen_modules"
-            for parameter in models.lora_targets.parameters_inside(model, name, key):
+            for parameter in models.weight_matrices.parameters_inside(model, name, key):
                 parameter.requires_grad_(False)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise RecipeError(
@@ -65,7 +65,7 @@ class Freeze(Method):
     def apply(self, model: nn.Module) -> nn.Module:
         """Freeze everything, then make the chosen modules trainable. Raises ``RecipeError`` if one
         of them does not exist, or there are fewer layers than requested."""
-        layers = models.lora_targets.decoder_layers(model)
+        layers = models.weight_matrices.decoder_layers(model)
         if abs(self.num_layers) > len(layers):
             raise RecipeError(
                 f"method.freeze.num_layers: expected at most {len(layers)}, the layers of the "

@@ -148,7 +148,7 @@ class LoRA(AdapterMethod):
         )
         wrapped = self.wrapped(model, chosen, config)
         if self.dora:
-            models.adapters.set_magnitudes(wrapped)
+            models.lora_layers.set_magnitudes(wrapped)
         if self.init in ("pissa", "olora"):
             models.adapters.add_start(wrapped, config, self.init, self.init_iterations)
         self._freeze(wrapped)
@@ -185,12 +185,12 @@ class LoRA(AdapterMethod):
             expected = self.chosen(model).all_parameters
         except RecipeError:  # the names are the adapter's, such as a regular expression
             expected = set()
-        of_parts = models.lora_targets.names_in_parts(model)
+        of_parts = models.weight_matrices.names_in_parts(model)
         module = attach(model)
         self._freeze(module)
         config = self.config_of(module)
         names = target_names(vars(config))
-        adapted_parameters = {*models.lora_targets.adapted(module)}
+        adapted_parameters = {*models.weight_matrices.adapted(module)}
         parts = {of_parts.get(name, "language") for name in adapted_parameters}
         if self.parts != ("language",) and parts != {*self.parts}:
             raise RecipeError(
@@ -250,7 +250,7 @@ class LoRA(AdapterMethod):
         )
         if not self.layers:
             return chosen
-        layers = models.lora_targets.decoder_layers(model)
+        layers = models.weight_matrices.decoder_layers(model)
         if wrong := [n for n in self.layers if not -len(layers) <= n < len(layers)]:
             raise RecipeError(
                 f"method.lora.layers: the model has {len(layers)} layers, 0 to {len(layers) - 1}, "
@@ -285,7 +285,7 @@ class LoRA(AdapterMethod):
         """Some settings are for linear layers only, whose rank may limit that of the adapter."""
         for name, is_on in (("init", self.init in _COMPUTED), ("freeze_a", self.freeze_a)):
             for place in modules if is_on else ():
-                if not models.lora_targets.is_linear(model.get_submodule(place)):
+                if not models.weight_matrices.is_linear(model.get_submodule(place)):
                     raise RecipeError(
                         f"method.lora.{name}: {place} is no linear layer; leave it out of "
                         f"method.lora.targets, or {name} out"

@@ -96,7 +96,7 @@ class AdapterMethod(Method):
         # In transformers 5 the experts of a mixture are one parameter, and PEFT converts names to
         # it: `gate_proj` then means the experts, and dense layers of that name are dropped. In 18
         # mixtures 53 to 95 % of the weights had no adapter (docs/decisions/0045).
-        if other := chosen.all_parameters ^ {*models.lora_targets.adapted(wrapped)}:
+        if other := chosen.all_parameters ^ {*models.weight_matrices.adapted(wrapped)}:
             raise RecipeError(
                 f"method.{self.name}: PEFT does not adapt exactly what the recipe names: "
                 f"{min(other)}; name other targets, or another version of peft"
@@ -117,7 +117,7 @@ class AdapterMethod(Method):
         expected = self.chosen(model).all_parameters
         module = attach(model)
         config = self.config_of(module)
-        if expected != {*models.lora_targets.adapted(module)}:
+        if expected != {*models.weight_matrices.adapted(module)}:
             raise RecipeError(
                 f"method.{self.name}.targets: {', '.join(self.targets)}, but model.adapter adapts "
                 f"{', '.join(sorted(target_names(vars(config))))}; name these"
@@ -180,7 +180,7 @@ class AdapterMethod(Method):
         for name in targets.parameters:
             raise RecipeError(f"{key}: {name} is a parameter, which PEFT cannot adapt so")
         for name in targets.modules:
-            if not models.lora_targets.is_linear(model.get_submodule(name)):
+            if not models.weight_matrices.is_linear(model.get_submodule(name)):
                 raise RecipeError(f"{key}: {name} is no linear layer")
         return targets
 

@@ -15,11 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch import equal, nn
 from transformers import PreTrainedModel
 
-from ..errors import CheckpointError, ModelError, counted
+from ..errors import CheckpointError, ModelError, counted, first_line
 from ..storage.files import read_json
 from ..storage.weight_files import adapter_names, is_adapter
-from .adapters import add_frozen, enable_float32_lengths, stacked_layers
-from .lora_targets import is_linear
+from .adapters import add_frozen, stacked_layers
+from .lora_layers import enable_float32_lengths
+from .weight_matrices import is_linear
 from .weights import AdapterWeights
 
 if TYPE_CHECKING:  # slow to import, and here only a name
@@ -124,11 +125,11 @@ def _reading(folder: Path, base: str) -> Iterator[None]:
     except _OF_VALUES as error:
         raise ModelError(_unusable(folder, error)) from None
     except _OF_FIT as error:
-        lines = _lines(error)
+        lines = (line.strip() for line in str(error).splitlines())
         detail = next((line for line in lines if "mismatch" in line or "not found" in line), None)
         what = "PEFT cannot add this adapter to"
         what = what if detail is None else "this is an adapter of another model, not of"
-        raise ModelError(f"{folder}: {what} {base}: {detail or lines[0]}") from None
+        raise ModelError(f"{folder}: {what} {base}: {detail or first_line(error)}") from None
 
 
 def _names(folder: Path) -> dict[str, str]:
@@ -157,12 +158,7 @@ def _with_names_of_peft(folder: Path) -> Iterator[Path]:
 
 
 def _unusable(folder: Path, error: Exception) -> str:
-    return f"{folder / CONFIG}: PEFT cannot use its values: {_lines(error)[0]}"
-
-
-def _lines(error: Exception) -> list[str]:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines or [type(error).__name__]
+    return f"{folder / CONFIG}: PEFT cannot use its values: {first_line(error)}"
 
 
 def attach_empty(model: PreTrainedModel, folder: Path) -> nn.Module:

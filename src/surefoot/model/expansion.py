@@ -25,9 +25,9 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..batch import Batch
-from ..errors import RecipeError, counted
+from ..errors import RecipeError, counted, first_line
 from ..parallel.world import local
-from .lora_targets import layer_list
+from .weight_matrices import layer_list
 
 logger = logging.getLogger(__name__)
 Run = Callable[[Batch], torch.Tensor]
@@ -161,8 +161,8 @@ def _check_config(model: PreTrainedModel) -> None:
             again: PreTrainedModel = kind(saved)
         expected = [_facts(layer) for layer in layer_list(again)]
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise _refusal(model, f"its configuration allows no more layers: {reason}") from None
+        reason = f"its configuration allows no more layers: {first_line(error)}"
+        raise _refusal(model, reason) from None
     for number, (layer, expected_facts) in enumerate(zip(layer_list(model), expected, strict=True)):
         facts = _facts(layer)
         for name in sorted(facts.keys() | expected_facts.keys()):

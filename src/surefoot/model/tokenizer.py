@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
 
-from ..errors import ModelError
+from ..errors import ModelError, first_line
 from ..storage.files import read_json
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -130,5 +130,4 @@ def _cause(folder: Path, error: Exception) -> str:
             return f"{name} is damaged ({damage}); copy it again from the model"
         except OSError:
             continue
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0].rstrip(": ") if lines else type(error).__name__
+    return first_line(error).rstrip(": ")

@@ -10,7 +10,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..model.config import num_elements
-from ..model.lora_targets import (
+from ..model.parts import parts_of
+from ..model.weight_matrices import (
     ROUTER,
     adapted,
     is_added,
@@ -19,7 +20,6 @@ from ..model.lora_targets import (
     router_names,
     unreached_by_text,
 )
-from ..model.parts import parts_of
 
 BY_PICTURES = ", by rows with more than text"
 ADAPTER, FULL, IN_TURN = "yes, by an adapter", "yes", "yes, in turn"

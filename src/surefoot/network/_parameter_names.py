@@ -17,8 +17,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import ModelError
 from ..model.config import num_elements, size_of
-from ..model.lora_targets import HEAD, ROUTER, decoder_layers, is_added, matrices, plain_name
 from ..model.parts import parts_of
+from ..model.weight_matrices import HEAD, ROUTER, decoder_layers, is_added, matrices, plain_name
 from ..model.weights import AdapterWeights, FullWeights, names_in_files
 from ..optim.blocks import ParameterNames
 from ..optim.state_tensor import OTHER, ParameterKind, ParameterKinds

@@ -39,23 +39,22 @@ from ..errors import (
 )
 from ..log import silenced
 from ..model.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
-from ..model.adapters import enable_float32_lengths
 from ..model.config import check_alone, check_router_loss, quantization
 from ..model.expansion import note_new_tokens, refuse_divided, untrained_matrices, verify_new_layers
 from ..model.isolation import use_packed
 from ..model.layers import (
     add_embedding_noise,
     compile_layers,
-    enable_fused_lora,
     recompute_activations,
     use_float8,
 )
 from ..model.loading import WEIGHTS, grow_embeddings, resolve, training_dtype, upcast_trained
-from ..model.lora_targets import refuse_read_weights
+from ..model.lora_layers import enable_float32_lengths, enable_fused_lora
 from ..model.outputs import logprob_head_of
 from ..model.packed_attention import follow_calls, switch_to_packed
 from ..model.pipeline_stages import parameters_of
 from ..model.section import ModelSection
+from ..model.weight_matrices import refuse_read_weights
 from ..optim.optimizer import Optimizer, check_learning_rates, with_parts
 from ..optim.state import check_shards, shapes_of_state
 from ..optim.state_tensor import check_kinds

@@ -28,7 +28,6 @@ from ..checkpoint.layouts.opening import open_named
 from ..checkpoint.sources import ComputedSource, TensorSource, read_whole
 from ..checkpoint.state.states import BLOCK, local_box_of
 from ..errors import CheckpointError, ModelError
-from ..model.adapters import has_exact_lengths, lengths
 from ..model.config import as_dequantized, auto_class, form_of, read_config
 from ..model.loading import (
     CapturedInit,
@@ -40,6 +39,7 @@ from ..model.loading import (
     names_stored,
     why_not_empty,
 )
+from ..model.lora_layers import has_exact_lengths, lengths
 from ..model.section import ModelSection
 from ..model.weights import place
 from ..parallel.sharding import Box, Cuts

@@ -24,9 +24,9 @@ from ..data.text.templates import template_mismatch
 from ..model import packed_attention, packed_kernels, products
 from ..model.isolation import select_prompt_sharing
 from ..model.loading import device, resolve, training_dtype
-from ..model.lora_targets import is_added
 from ..model.numerics import LossScaler, choose, replaced
 from ..model.section import ModelSection
+from ..model.weight_matrices import is_added
 from ..network.draft import NetworkOptions
 from ..network.network import Network
 from ..network.open import open_network, refuse_early

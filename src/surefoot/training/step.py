@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from ..batch import Batch, Hook, Loss, LossFunction, Outputs, StepRunner, Window, with_router_loss
 from ..checkpoint.state.roles import ShardedState
 from ..errors import RunError, counted
-from ..model.lora_targets import is_added
 from ..model.numerics import LossScaler, leave_strict_mode
+from ..model.weight_matrices import is_added
 from ..network.method import Weights
 from ..network.network import Network
 from ..optim.bf16_weights import move_weights

@@ -31,8 +31,8 @@ from ..batch import Batch, Hook, Loss, LossFunction, Outputs, Pictures, StepRunn
 from ..data.order.loader import Loader
 from ..data.order.micro_batches import check_divides
 from ..errors import STOP_SIGNALS, RecipeError, RunError
-from ..model.layers import count_fused
 from ..model.loading import device
+from ..model.lora_layers import count_fused
 from ..model.numerics import choose
 from ..optim.bf16_weights import rule_of
 from ..parallel.launcher import num_processes

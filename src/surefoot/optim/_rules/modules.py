@@ -6,9 +6,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import few_bits, matrices, rule_optimizer
+    from . import few_bits, orthogonalization, projection, rule_optimizer
 
-__all__ = ["few_bits", "matrices", "rule_optimizer"]
+__all__ = ["few_bits", "orthogonalization", "projection", "rule_optimizer"]
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -81,7 +81,7 @@ class Muon(Optimizer):
             if not update.layout.is_matrix:
                 update.adamw(self.adamw_beta1, self.adamw_beta2, self.adamw_epsilon)
         matrices = [update for update in updates if update.layout.is_matrix]
-        for batch in rules.matrices.batches(matrices):
+        for batch in rules.orthogonalization.batches(matrices):
             self.update_matrices(batch)
 
     def update_matrices(self, updates: Sequence[Update]) -> None:
@@ -89,12 +89,11 @@ class Muon(Optimizer):
 
         def orthogonalized(number: int, full: torch.Tensor) -> torch.Tensor:
             kind = updates[number].layout
-            return rules.matrices.orthogonalized(full, kind, self.ns_steps, self.scale)
+            return rules.orthogonalization.orthogonalized(full, kind, self.ns_steps, self.scale)
 
         parameters = [update.parameter for update in updates]
-        costs = [rules.matrices.cost(each.shape) for each in parameters]
         parts = [self.direction(update) for update in updates]
-        changes = rules.matrices.on_owners(parts, parameters, costs, orthogonalized)
+        changes = rules.orthogonalization.on_owners(parts, parameters, orthogonalized)
         for update, change in zip(updates, changes, strict=True):
             update.decay()
             update.value.add_(change, alpha=-update.rate)
@@ -105,7 +104,7 @@ class Muon(Optimizer):
         grad, mean = update.grad, update.tensor("momentum_buffer")
         mean.lerp_(grad, 1 - self.momentum)
         direction = grad.lerp(mean, self.momentum) if self.nesterov else mean
-        return direction.to(rules.matrices.ns_dtype())
+        return direction.to(rules.orthogonalization.NS_DTYPE)
 
     def scale(self, outputs: int, inputs: int) -> float:
         """The factor of the learning rate of a matrix."""

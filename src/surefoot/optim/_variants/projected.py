@@ -78,14 +78,14 @@ class GaLore(LowRank):
 
     def update_matrix(self, update: Update) -> None:
         """Update one matrix."""
-        projector = update.tensor("projector")
+        betas, projector = (self.beta1, self.beta2), update.tensor("projector")
         if (update.number - 1) % self.update_gap == 0:  # the only gather of a sharded gradient
-            projector.copy_(rules.matrices.singular_vectors(update, self.rank))
-        low = rules.matrices.project(update, projector)
-        direction = rules.matrices.adam_direction(update, low, self.beta1, self.beta2, self.epsilon)
+            projector.copy_(rules.projection.singular_vectors(update, self.rank))
+        low = rules.projection.project(update, projector)
+        direction = rules.projection.adam_direction(update, low, *betas, self.epsilon)
         update.decay()
-        rate = rules.matrices.corrected_rate(update, self.beta1, self.beta2) * self.scale
-        update.value.sub_(rules.matrices.project_back(direction, projector, update), alpha=rate)
+        rate = rules.projection.corrected_rate(update, *betas) * self.scale
+        update.value.sub_(rules.projection.project_back(direction, projector, update), alpha=rate)
 
 
 GROWTH = 1.01  # of the norm of an update, at most (Fira, arXiv:2410.01623)
@@ -110,12 +110,13 @@ class Apollo(LowRank):
 
     def update_matrix(self, update: Update) -> None:
         """Update one matrix."""
-        low = rules.matrices.project(update, self.projector(update))
-        direction = rules.matrices.adam_direction(update, low, self.beta1, self.beta2, self.epsilon)
+        betas = self.beta1, self.beta2
+        low = rules.projection.project(update, self.projector(update))
+        direction = rules.projection.adam_direction(update, low, *betas, self.epsilon)
         scaled = update.grad * self.ratio(direction, low, update)
         scaled = scaled * self.limit(scaled, update)
         update.decay()
-        rate = rules.matrices.corrected_rate(update, self.beta1, self.beta2) * self.scale**0.5
+        rate = rules.projection.corrected_rate(update, *betas) * self.scale**0.5
         update.value.sub_(scaled, alpha=rate)
 
     def projector(self, update: Update) -> torch.Tensor:
@@ -124,7 +125,7 @@ class Apollo(LowRank):
         # saved, and sharded again on another mesh.
         text = f"{self.seed} {(update.number - 1) // self.update_gap} {update.name}"
         seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
-        return rules.matrices.random_projector(update.parameter, self.rank, seed)
+        return rules.projection.random_projector(update.parameter, self.rank, seed)
 
     def ratio(self, direction: torch.Tensor, low: torch.Tensor, update: Update) -> torch.Tensor:
         """Adam's step size over the gradient, for each row or column, or for the matrix."""

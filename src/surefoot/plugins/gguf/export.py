@@ -33,8 +33,8 @@ from ...checkpoint.sources import Progress, TensorsInMemory, TensorSource, read_
 from ...errors import ModelError, counted
 from ...model.adapter_files import attach_empty
 from ...model.config import auto_class
-from ...model.lora_targets import adapted
 from ...model.tokenizer import load_tokenizer
+from ...model.weight_matrices import adapted
 from ...parallel.sharding import Box
 from ...recipe.files import ADAPTER, read_text
 from ...recipe.recipe import Recipe

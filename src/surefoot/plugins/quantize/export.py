@@ -16,7 +16,8 @@ from ...storage import files
 from ...use.exporting.conversion import meta_model, num_weights, whole_model
 from ...use.exporting.receipt import Artefact, write_receipt
 from ...use.model_loading import ModelFolders
-from .calibration import Calibrator, calibration_rows, open_layerwise
+from .calibration import Calibrator, calibration_rows
+from .layerwise import open_layerwise
 from .schemes import LinearLayers, QuantizedSource, WeightScheme, find_linear_layers, scheme_of
 from .target import QuantizedFolder
 

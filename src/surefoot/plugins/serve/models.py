@@ -17,7 +17,7 @@ from ...generate.generation import context_length
 from ...generate.live import Rows, SlotRows, rows_of
 from ...generate.onednn import pack_weights
 from ...generate.responses import Decode, decoder
-from ...model.adapters import AdaptersByRow
+from ...model.lora_layers import AdaptersByRow
 from ...storage.web import Hosts
 from ...use.model_loading import (
     Dtype,

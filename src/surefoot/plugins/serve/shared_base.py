@@ -17,8 +17,8 @@ from ...errors import ModelError
 from ...generate.responses import agree
 from ...model import base_identity
 from ...model.adapter_files import add_named, is_addable, remove_named
-from ...model.adapters import AdaptersByRow, can_be_by_row
 from ...model.config import extension_of
+from ...model.lora_layers import AdaptersByRow, can_be_by_row
 from ...model.tokenizer import TOKENIZER_CONFIG, load_tokenizer
 from ...use.model_loading import LoadedModel, ModelFolders
 from .body import ModelGoneError

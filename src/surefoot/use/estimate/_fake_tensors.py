@@ -19,10 +19,10 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ...model.adapter_files import attach_empty
 from ...model.loading import DTYPES
-from ...model.lora_targets import refuse_read_weights
 from ...model.numerics import PrecisionName
 from ...model.pipeline_stages import plan_pipeline_stages
 from ...model.section import ModelSection, Recomputation
+from ...model.weight_matrices import refuse_read_weights
 from ...network.draft import Draft, from_config, method_of
 from ...network.runner import ModelForward
 from ...parallel.sharded_model import layers

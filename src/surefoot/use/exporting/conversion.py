@@ -60,9 +60,9 @@ from ...model.config import (
     old_layers,
     old_rope,
 )
-from ...model.lora_targets import adapted
 from ...model.section import ModelSection
 from ...model.tokenizer import load_tokenizer
+from ...model.weight_matrices import adapted
 from ...model.weights import FullWeights, names_in_files, names_unless_split, places
 from ...network.shard_loading import check_fits, open_base
 from ...parallel.sharding import Box
