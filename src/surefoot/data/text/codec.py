@@ -426,9 +426,8 @@ class Codec:
         if self.section.enable_thinking is False:
             return render.without_thought(message, words)
         if self._renderer.thoughts_field and self._chat.spells_control(words):
-            return render.split_thought(
-                message, words
-            )  # as in the content its words are plain text
+            # In the content, words that a message spells are plain text.
+            return render.split_thought(message, words)
         return message
 
     def _without_thought(self, response: ResponseSpan) -> ResponseSpan:
