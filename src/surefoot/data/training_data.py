@@ -177,8 +177,8 @@ def _arrange(encoding: Encoding, loaded: Mapping[str, _Loaded]) -> TrainingData[
 
 
 def _epoch(parts: Sequence[_Loaded], mixing: Mixing) -> Index:
-    """The items of an epoch, as positions in the stores laid end to end, before any is held out. A
-    row has no item, one, or several, which stay together."""
+    """The items of an epoch, as positions in the concatenated stores, before any is held out. A row
+    has no item, one, or several, which stay together."""
     which, places = mixed(mixing, [len(part.order) for part in parts])
     starts = np.cumsum([0, *(len(part.store) for part in parts)])
     first, end = np.empty((2, len(which)), np.int64)  # [rows drawn] the items of each
