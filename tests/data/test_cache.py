@@ -13,7 +13,7 @@ import pytest
 
 import warm
 from surefoot.data.store import cache
-from surefoot.data.store.cache import default_folder, find, load_or_build
+from surefoot.data.store.cache import default_folder, find, flattened, load_or_build
 from surefoot.errors import DataError
 from surefoot.storage import files
 
@@ -25,10 +25,14 @@ ITEMS = [
 ROWS = [0, 0, 7]
 
 
+def add(writer, items, rows):
+    writer.append(flattened(items), np.array(rows, np.int64))
+
+
 def build(writer):
-    writer.add(ITEMS[:2], ROWS[:2])
-    writer.add([], [])
-    writer.add(ITEMS[2:], ROWS[2:])
+    add(writer, ITEMS[:2], ROWS[:2])
+    add(writer, [], [])
+    add(writer, ITEMS[2:], ROWS[2:])
     return {"said": "ü"}
 
 
@@ -65,8 +69,8 @@ def test_text_is_kept_as_bytes_beside_tokens(tmp_path):
     items = [{**item, "columns": text} for item, text in zip(ITEMS, texts, strict=True)]
 
     def build(writer):
-        writer.add(items[:1], [0])
-        writer.add(items[1:], [0, 7])
+        add(writer, items[:1], [0])
+        add(writer, items[1:], [0, 7])
         return {}
 
     load_or_build(tmp_path, "key", build)
@@ -81,7 +85,7 @@ def test_text_is_kept_as_bytes_beside_tokens(tmp_path):
 
 def test_another_fingerprint_is_another_folder_but_equal_items_have_equal_content(tmp_path):
     def of_other_rows(writer):
-        writer.add(ITEMS, [0, 1, 7])
+        add(writer, ITEMS, [0, 1, 7])
         return {}
 
     one, two = (load_or_build(tmp_path, key, build) for key in ("one", "two"))
@@ -101,7 +105,7 @@ def test_an_item_is_read_when_it_is_used_and_cannot_be_written(tmp_path):
 
 def test_a_builder_that_fails_leaves_nothing(tmp_path):
     def fail(writer):
-        writer.add(ITEMS, ROWS)
+        add(writer, ITEMS, ROWS)
         raise DataError("too many broken rows")
 
     with pytest.raises(DataError, match="too many"):
@@ -112,7 +116,7 @@ def test_a_builder_that_fails_leaves_nothing(tmp_path):
 
 def test_a_token_that_is_no_int32_is_refused_not_bent(tmp_path):
     with pytest.raises(OverflowError):
-        load_or_build(tmp_path, "key", lambda w: w.add([{"input_ids": [2**31]}], [0]) or {})
+        load_or_build(tmp_path, "key", lambda w: add(w, [{"input_ids": [2**31]}], [0]) or {})
 
 
 FILES = ["header.json", "rows", "input_ids.tokens", "input_ids.offsets"]
@@ -153,7 +157,7 @@ TOKENS = "input_ids.tokens"
 
 def build_long(writer):
     for n in range(40):
-        writer.add([{"input_ids": range(n, n + 5_000), "labels": range(5_000)}], [0])
+        add(writer, [{"input_ids": range(n, n + 5_000), "labels": range(5_000)}], [0])
     return {}
 
 
@@ -250,10 +254,11 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):
 SCRIPT = """
 import sys, time
 from pathlib import Path
-from surefoot.data.store.cache import load_or_build
+import numpy as np
+from surefoot.data.store.cache import flattened, load_or_build
 def build(writer):
     with open(sys.argv[1] + ".builds", "a") as file: file.write("x")
-    writer.add([{"input_ids": [1, 2]}], [0])
+    writer.append(flattened([{"input_ids": [1, 2]}]), np.array([0]))
     print("writing", flush=True)
     time.sleep(float(sys.argv[2]))
     return {}

@@ -117,6 +117,13 @@ def test_the_first_rows_are_used_where_not_all_are(entry):
 
     assert outputs(entry(*rows), max_samples=2) == ["0", "1"]
     assert outputs(entry(*rows), chosen=np.array([1, 4])) == ["1", "4"]
+
+
+def test_a_column_may_be_in_a_row_that_is_not_chosen(entry):
+    rows = [GOOD, GOOD, {**GOOD, "persona": "Be kind."}]
+    made = entry(*rows, columns={"system": "persona"})
+    for last in (0, 1):
+        assert len(list(read_examples(made, chosen=np.arange(last + 1)))) == last + 1
     assert entry(*rows, num_samples=3).limit(None) == 3
     assert entry(*rows, num_samples=3).limit(2) == 2
     assert entry(*rows).limit(None) is None

@@ -56,7 +56,7 @@ def by_transformers(opened, base, folder, prompts, rows):
     processor, samples = opened.media.processor.processor, []
     for prompt, row in zip(prompts, rows, strict=True):
         images = [Image.open(folder / name) for name in row["images"]]
-        messages, _, _ = opened.codec._protected(prompt.messages, ())
+        messages, _, _ = opened.codec._template_inputs(prompt.messages, ())
         text = opened.codec._renderer.render(messages, None, prompt=True)
         given = processor(text=text, images=[images] if images else None, return_tensors="pt")
         ends = {"eos_token_id": list(opened.stop_token_ids), "pad_token_id": 256}

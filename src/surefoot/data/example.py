@@ -26,15 +26,19 @@ class Message:
     tool_calls: tuple[JSON, ...] = ()  # [{"name", "arguments", maybe "id"}] of an assistant turn
     learn: bool | None = None
     reasoning: str = ""  # the thought before an assistant's answer
-    fields: JSON = field(
-        default_factory=dict, hash=False
-    )  # its other keys, for templates that read them
+    # its other keys, for templates that read them
+    fields: JSON = field(default_factory=dict, hash=False)
     media: tuple[str | bytes | None, ...] = ()  # of its content: path or file; None: in a column
 
     @property
     def is_empty(self) -> bool:
         """Whether it says nothing, without being marked to be trained on."""
         return not (self.content.strip() or self.tool_calls) and self.learn is not True
+
+
+def sources_of(messages: Iterable[Message]) -> list[str | bytes]:
+    """The pictures of a conversation, in the order of their placeholders."""
+    return [source for message in messages for source in message.media if source]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +49,8 @@ class Example:
     """
 
     messages: tuple[Message, ...] = ()
-    tools: tuple[
-        JSON, ...
-    ] = ()  # functions the model may call: [{"name", "description", "parameters"}]
+    # functions the model may call: [{"name", "description", "parameters"}]
+    tools: tuple[JSON, ...] = ()
     text: str | None = None
     chosen: Message | None = None  # ranking: the better answer
     rejected: Message | None = None  # ranking: the worse one

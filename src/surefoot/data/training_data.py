@@ -1,8 +1,9 @@
 """From the recipe's ``data`` section to encoded datasets, through the cache.
 
 Each dataset is encoded and cached by itself, so another combination, split or order of datasets
-needs no new encoding. With ``data.streaming`` they are read while another process encodes them;
-otherwise all of them are encoded first, and may be split and mixed item by item.
+needs no new encoding. ``prepare`` encodes all of them first, and splits and mixes them item by
+item. With ``data.streaming``, ``open_stream`` reads them while another process encodes them, and
+mixes rows. Assembly calls one of the two once, before the model is loaded.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -104,12 +104,99 @@ def prepare(encoding: Encoding) -> TrainingData[EncodedDataset]:
     """Encode the datasets of a recipe, or load them from the cache. Raises ``DataError``: something
     is missing or broken, or has no trained tokens."""
     section = encoding.section
-    # All entries are checked before any is encoded.
-    data = _arranged(encoding, _load_all(Catalog(section).entries, encoding))
+    data = _arrange(encoding, _load_all(Catalog(section).entries, encoding))
     _warn_of_trained_rows(section, data)
     if section.val_size == 1:
         logger.warning("data.val_size: 1 holds out one row; a share of the rows is below 1")
     return data
+
+
+def _load_all(entries: Sequence[DatasetEntry], encoding: Encoding) -> dict[str, _Loaded]:
+    """All datasets, by name. Before any is encoded, the first rows of all of them are read."""
+    section = encoding.section
+    for name in set(section.datasets) & set(section.eval_datasets):
+        logger.warning(
+            "dataset %r is used for training and for evaluation: its evaluation metrics do not "
+            "measure generalization",
+            name,
+        )
+    datasets = {entry.name: encoding.complete(entry) for entry in entries}
+    cache = {name: dataset.find(0) for name, dataset in datasets.items()}
+    check_rows([entry for entry in entries if cache[entry.name] is None], section)
+    loaded = {}
+    for entry in entries:
+        start, how = time.monotonic(), "loaded from the cache"
+        if (cached := cache[entry.name]) is None:
+            cached = datasets[entry.name].encode_missing(0)
+            how = f"encoded in {time.monotonic() - start:.1f} s"
+        logger.info("%s: %s", entry.name, how)
+        loaded[entry.name] = _Loaded.of(cached, entry, encoding)
+        broken = loaded[entry.name].report.broken
+        if len(broken) > section.max_broken_rows:
+            raise too_many_broken(entry.name, broken, section.max_broken_rows)
+    return loaded
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A complete dataset, and its rows in order."""
+
+    store: EncodedStore
+    report: DatasetReport
+    order: Index  # as ``DrawnRows.order``
+    num_rows: int  # the numbers of its rows are below this
+
+    @classmethod
+    def of(cls, cached: Cached, entry: DatasetEntry, encoding: Encoding) -> _Loaded:
+        report = report_from(cached.report, entry.name, entry.source.remarks)
+        drawn = encoding.drawn.get(entry.name) or DrawnRows(np.arange(report.rows), report.rows)
+        return cls(cached.store, report, drawn.order, drawn.num_rows)
+
+    @property
+    def dataset(self) -> EncodedDataset:
+        """Its items in order."""
+        return EncodedDataset((self.store,), _epoch([self], Mixing()))
+
+
+def _arrange(encoding: Encoding, loaded: Mapping[str, _Loaded]) -> TrainingData[EncodedDataset]:
+    """The datasets, combined and split for training and evaluation."""
+    section = encoding.section
+    parts = [loaded[name] for name in section.datasets]
+    evals = {str(name): loaded[name].dataset for name in section.eval_datasets}
+    stores = tuple(part.store for part in parts)
+    train = _epoch(parts, mixing_of(section, encoding.seed))
+    if section.val_size:
+        # Held out before rows are repeated: LLaMA-Factory interleaves first, so that a row is
+        # trained on and evaluated on (decisions/0059).
+        is_held_out = _held_out(parts, section.val_size, encoding.seed)
+        evals[""] = EncodedDataset(stores, np.flatnonzero(is_held_out))
+        train = train[~is_held_out[train]]
+    reports = tuple(each.report for each in loaded.values())
+    report = EncodingReport(reports, len(evals.get("", ())))
+    return TrainingData(EncodedDataset(stores, train), evals, report)
+
+
+def _epoch(parts: Sequence[_Loaded], mixing: Mixing) -> Index:
+    """The items of an epoch, as positions in the concatenated stores, before any is held out. A row
+    has no item, one, or several, which stay together."""
+    which, places = mixed(mixing, [len(part.order) for part in parts])
+    starts = np.cumsum([0, *(len(part.store) for part in parts)])
+    first, end = np.empty((2, len(which)), np.int64)  # [rows drawn] the items of each
+    for number, part in enumerate(parts):
+        is_of_part = which == number
+        rows = part.order[places[is_of_part]]
+        first[is_of_part] = starts[number] + np.searchsorted(part.store.rows, rows, "left")
+        end[is_of_part] = starts[number] + np.searchsorted(part.store.rows, rows, "right")
+    counts = end - first
+    before = np.cumsum(counts) - counts
+    return np.repeat(first - before, counts) + np.arange(int(counts.sum()))
+
+
+def _held_out(parts: Sequence[_Loaded], val_size: float, seed: int) -> NDArray[np.bool_]:
+    """[items] whether it is held out; all pieces of a row are, and each time that it is drawn."""
+    starts = np.cumsum([0, *(part.num_rows for part in parts)])
+    rows = [part.store.rows + start for part, start in zip(parts, starts, strict=False)]
+    return hold_out(np.concatenate(rows), num_rows=int(starts[-1]), val_size=val_size, seed=seed)
 
 
 def _warn_of_trained_rows(section: DataSection, data: TrainingData[EncodedDataset]) -> None:
@@ -150,7 +237,7 @@ def find(encoding: Encoding) -> TrainingData[EncodedDataset] | None:
         if cached is None:
             return None
         loaded[entry.name] = _Loaded.of(cached, entry, encoding)
-    return _arranged(encoding, loaded)
+    return _arrange(encoding, loaded)
 
 
 def open_stream(
@@ -173,6 +260,24 @@ def open_stream(
     if len(held_out):
         evals[""] = EncodedDataset(join(stream.stores(int(held_out[-1]) + 1)).stores, held_out)
     return TrainingData(stream, evals, held=held_out)
+
+
+def _held_items(stream: ExampleStream, section: DataSection, seed: int) -> Index:
+    """The items of ``val_size`` rows among those of the first ``buffer_size`` items of a stream."""
+    if not section.val_size:
+        return NOTHING
+    rows = stream.rows(section.buffer_size + 1)
+    if len(rows) > section.buffer_size:  # the last row may go on: none of it is held out
+        rows = rows[rows != rows[-1]]
+    _, numbers = np.unique(rows, return_inverse=True)
+    if section.val_size >= (count := int(numbers.max(initial=-1)) + 1):
+        raise DataError(
+            f"data.val_size = {section.val_size:g} leaves nothing to train on: with "
+            "data.streaming it holds out rows of the first data.buffer_size examples, which "
+            f"are {counted(count, 'row')}"
+        )
+    is_held_out = hold_out(numbers, num_rows=count, val_size=section.val_size, seed=seed)
+    return np.flatnonzero(is_held_out).astype(np.int64)
 
 
 def encode_stream(encoding: Encoding, *, shard_rows: int = ROWS) -> Iterator[DatasetReport]:
@@ -218,14 +323,13 @@ class Encoding:
         return self._opened(self._rows(entry, entry.source.content_hash), None)
 
     def streamed(self, shard_rows: int = ROWS) -> list[ShardedDataset]:
-        """The training datasets, known by the names and times of their files: to read all of them
-        would be to wait. One after another; or as one, if their rows are mixed."""
-        every = Catalog(self.section).entries
-        entries = [entry for entry in every if entry.name in self.section.datasets]
-        # By size and times of the files: to hash what may be terabytes would be to wait for all of
-        # it (decisions/0033).
+        """The training datasets, one after another; or as one, if their rows are mixed."""
+        section = self.section
+        entries = [entry for entry in Catalog(section).entries if entry.name in section.datasets]
+        # Known by size and times of the files: to hash what may be terabytes would be to wait for
+        # all of it (decisions/0033).
         rows = [self._rows(entry, entry.source.stamp) for entry in entries]
-        mixing = mixing_of(self.section, self.seed)
+        mixing = mixing_of(section, self.seed)
         if not mixing.is_plain:
             rows = [self._mixed(mixing, entries, rows)]
         return [self._opened(each, shard_rows) for each in rows]
@@ -236,126 +340,28 @@ class Encoding:
         return ShardedDataset(rows, self.encode, root, key, shard_rows, self.start_share)
 
     def _rows(self, entry: DatasetEntry, content: Callable[[], str]) -> RowSequence:
-        source, drawn = entry.source, self.drawn.get(entry.name)
-        chosen = None if drawn is None else drawn.distinct
-
-        def fingerprint() -> str:
-            return self.key(entry, content())
-
-        read = partial(read_rows, entry, self.section, chosen)
-        return RowSequence(entry.name, str(source), read, fingerprint, source.remarks, chosen)
+        drawn = self.drawn.get(entry.name)
+        numbers = None if drawn is None else drawn.distinct
+        return RowSequence(
+            entry.name,
+            str(entry.source),
+            read=partial(read_rows, entry, self.section, numbers),
+            fingerprint=lambda: self.key(entry, content()),
+            remarks=entry.source.remarks,
+            numbers=numbers,
+        )
 
     def _mixed(
         self, mixing: Mixing, entries: Sequence[DatasetEntry], rows: Sequence[RowSequence]
     ) -> RowSequence:
-        how = f"{mixing} {self.section.max_broken_rows}"
-
         def fingerprint() -> str:
-            parts = [how, *(each.fingerprint() for each in rows)]
+            parts = [f"{mixing} {self.section.max_broken_rows}", *(r.fingerprint() for r in rows)]
             return xxhash.xxh3_128_hexdigest(" ".join(parts).encode())
 
         name = " + ".join(each.name for each in rows)
-        where = " or ".join(each.source for each in rows)
+        source = " or ".join(each.source for each in rows)
         read = partial(mixed_rows, mixing, entries, self.section)
-        return RowSequence(name, where, read, fingerprint)
-
-
-@dataclass(frozen=True)
-class _Loaded:
-    """A complete dataset, and its rows in order."""
-
-    store: EncodedStore
-    report: DatasetReport
-    order: Index  # as ``DrawnRows.order``
-    num_rows: int  # the numbers of its rows are below this
-
-    @classmethod
-    def of(cls, cached: Cached, entry: DatasetEntry, encoding: Encoding) -> _Loaded:
-        report = report_from(cached.report, entry.name, entry.source.remarks)
-        drawn = encoding.drawn.get(entry.name) or DrawnRows(np.arange(report.rows), report.rows)
-        return cls(cached.store, report, drawn.order, drawn.num_rows)
-
-    @property
-    def dataset(self) -> EncodedDataset:
-        """Its items in order."""
-        return EncodedDataset((self.store,), _epoch([self], Mixing()))
-
-
-def _load_all(entries: Sequence[DatasetEntry], encoding: Encoding) -> dict[str, _Loaded]:
-    """All datasets, by name. Before any is encoded, the first rows of all of them are read."""
-    section = encoding.section
-    for name in set(section.datasets) & set(section.eval_datasets):
-        logger.warning(
-            "dataset %r is used for training and for evaluation: its evaluation metrics do not "
-            "measure generalization",
-            name,
-        )
-    datasets = {entry.name: encoding.complete(entry) for entry in entries}
-    cache = {name: dataset.find(0) for name, dataset in datasets.items()}
-    check_rows([entry for entry in entries if cache[entry.name] is None], section)
-    loaded = {}
-    for entry in entries:
-        dataset, start, how = datasets[entry.name], time.monotonic(), "loaded from the cache"
-        if (cached := cache[entry.name]) is None:
-            deque(dataset.encoded(), maxlen=0)
-            cached = dataset.find(0)
-            how = f"encoded in {time.monotonic() - start:.1f} s"
-        if cached is None:
-            raise DataError(f"data.cache_dir: {dataset.folder} does not keep what is written to it")
-        logger.info("%s: %s", entry.name, how)
-        loaded[entry.name] = _Loaded.of(cached, entry, encoding)
-        broken = loaded[entry.name].report.broken
-        if len(broken) > section.max_broken_rows:
-            raise too_many_broken(entry.name, broken, section.max_broken_rows)
-    return loaded
-
-
-def _arranged(encoding: Encoding, loaded: Mapping[str, _Loaded]) -> TrainingData[EncodedDataset]:
-    """The datasets, combined and split for training and evaluation."""
-    section = encoding.section
-    parts = [loaded[name] for name in section.datasets]
-    evals = {str(name): loaded[name].dataset for name in section.eval_datasets}
-    stores = tuple(part.store for part in parts)
-    train = _epoch(parts, mixing_of(section, encoding.seed))
-    if section.val_size:
-        # Held out before rows are repeated: LLaMA-Factory interleaves first, so that a row is
-        # trained on and evaluated on (decisions/0059).
-        is_held_out = _held_out(parts, section.val_size, encoding.seed)
-        evals[""] = EncodedDataset(stores, np.flatnonzero(is_held_out))
-        train = train[~is_held_out[train]]
-    reports = tuple(each.report for each in loaded.values())
-    report = EncodingReport(reports, len(evals.get("", ())))
-    return TrainingData(EncodedDataset(stores, train), evals, report)
-
-
-def _epoch(parts: Sequence[_Loaded], mixing: Mixing) -> Index:
-    """The items of an epoch, before any is held out."""
-    return mixed_items(mixing, [part.order for part in parts], [part.store.rows for part in parts])
-
-
-def _held_out(parts: Sequence[_Loaded], val_size: float, seed: int) -> NDArray[np.bool_]:
-    """[items] whether it is held out; all pieces of a row are, and each time that it is drawn."""
-    starts = np.cumsum([0, *(part.num_rows for part in parts)])
-    rows = [part.store.rows + start for part, start in zip(parts, starts, strict=False)]
-    return hold_out(np.concatenate(rows), num_rows=int(starts[-1]), val_size=val_size, seed=seed)
-
-
-def _held_items(stream: ExampleStream, section: DataSection, seed: int) -> Index:
-    """The items of ``val_size`` rows among those of the first ``buffer_size`` items of a stream."""
-    if not section.val_size:
-        return NOTHING
-    rows = stream.rows(section.buffer_size + 1)
-    if len(rows) > section.buffer_size:  # the last row may go on: none of it is held out
-        rows = rows[rows != rows[-1]]
-    _, numbers = np.unique(rows, return_inverse=True)
-    if section.val_size >= (count := int(numbers.max(initial=-1)) + 1):
-        raise DataError(
-            f"data.val_size = {section.val_size:g} leaves nothing to train on: with "
-            "data.streaming it holds out rows of the first data.buffer_size examples, which "
-            f"are {counted(count, 'row')}"
-        )
-    is_held_out = hold_out(numbers, num_rows=count, val_size=section.val_size, seed=seed)
-    return np.flatnonzero(is_held_out).astype(np.int64)
+        return RowSequence(name, source, read, fingerprint)
 
 
 @dataclass(frozen=True)
@@ -399,46 +405,23 @@ def mixing_of(section: DataSection, seed: int) -> Mixing:
     return Mixing(section.mix_strategy, section.interleave_probs, seed)
 
 
-def mixed_items(mixing: Mixing, orders: Sequence[Index], rows: Sequence[Index]) -> Index:
-    """The items of an epoch, as positions in the concatenated datasets.
-
-    Args:
-        mixing: how the datasets are mixed.
-        orders: for each dataset, its rows in order.
-        rows: for each dataset, the row of each of its items, ascending. A row may have no item
-            or several.
-    """
-    which, places = mixed(mixing, [len(order) for order in orders])
-    starts = np.cumsum([0, *(len(each) for each in rows)])
-    first, last = np.empty(len(which), np.int64), np.empty(len(which), np.int64)
-    for number, (order, of_items) in enumerate(zip(orders, rows, strict=True)):
-        here = which == number
-        drawn_rows = order[places[here]]
-        first[here] = starts[number] + np.searchsorted(of_items, drawn_rows, "left")
-        last[here] = starts[number] + np.searchsorted(of_items, drawn_rows, "right")
-    counts = last - first
-    before = np.cumsum(counts) - counts
-    return np.repeat(first - before, counts) + np.arange(int(counts.sum()))
-
-
 def mixed_rows(
     mixing: Mixing, entries: Sequence[DatasetEntry], section: DataSection
 ) -> Iterator[Example | BrokenRow]:
-    """The same order for datasets of unknown length: their rows, of which few are in memory."""
+    """The order of ``_epoch`` for datasets of unknown length: their rows, few of them in memory."""
     sources = [_Repeated(entry, section) for entry in entries]
+
+    def is_at_end() -> bool:
+        return mixing.is_at_end([source.is_done for source in sources], [1] * len(sources))
+
     for block in mixing.draws(len(sources)):
         for number in block.tolist():
-            source = sources[number]
-            if mixing.repeats or not source.is_done:
-                yield source.take()
-            if mixing.probabilities is not None and _is_at_end(mixing, sources):
+            if mixing.repeats or not sources[number].is_done:
+                yield sources[number].take()
+            if mixing.probabilities is not None and is_at_end():
                 return
-        if _is_at_end(mixing, sources):
+        if is_at_end():
             return
-
-
-def _is_at_end(mixing: Mixing, sources: Sequence[_Repeated]) -> bool:
-    return mixing.is_at_end([source.is_done for source in sources], [1] * len(sources))
 
 
 class _Repeated:

@@ -99,7 +99,7 @@ class LoadedModel:
     ) -> Ids:
         """The ids of a conversation up to the beginning of the next response, with its pictures.
         Raises ``DataError``: one of these cannot be read."""
-        codec = self.codec.given(template_arguments)
+        codec = self.codec.with_arguments(template_arguments)
         return self.with_pictures(*codec.encode_with_pictures(messages, tools))
 
     def with_pictures(self, ids: Ids, pictures: Sequence[Seen]) -> Ids:

@@ -19,6 +19,7 @@ from ..text.collation import split
 from .files import MediaFiles, Seen, seen_in
 from .processor import MediaProcessor
 
+RopeIndex = Callable[..., tuple[torch.Tensor, torch.Tensor]]  # positions [A, B, T], and more
 _GRID = "image_grid_thw"  # what positions of several axes are computed from
 _KINDS = ("token_type_ids", "mm_token_type_ids")  # 1 at the tokens of pictures
 
@@ -28,7 +29,7 @@ class ModelInputs:
     """What a model takes beside tokens."""
 
     names: frozenset[str]  # of the arguments of its forward pass
-    rope_index: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None  # of M-RoPE
+    rope_index: RopeIndex | None = None  # of M-RoPE
 
 
 def check_inputs(processor: MediaProcessor, model: ModelInputs) -> None:
@@ -37,11 +38,11 @@ def check_inputs(processor: MediaProcessor, model: ModelInputs) -> None:
     and documents alone would be wrong in the same way: in PaliGemma, ``token_type_ids`` are 1 at
     the answer, and at pictures the answer would see itself."""
     name = type(processor.processor).__name__
-    ids_BT, own = processor.example()
+    ids_BT, expected = processor.example()
     media = processor.tensors([[processor.blank]])
-    media |= {kinds: _kinds_of(ids_BT, processor) for kinds in _KINDS}
-    given = [key for key in own if key in model.names]
-    wrong = [key for key in given if key not in media or not torch.equal(media[key], own[key])]
+    media |= dict.fromkeys(_KINDS, _kinds(ids_BT, processor))
+    inputs = [key for key in expected if key in model.names]
+    wrong = [k for k in inputs if k not in media or not torch.equal(media[k], expected[k])]
     if wrong:
         raise ModelError(
             f"{name} gives its model {', '.join(wrong)} of a row with a picture, which is not "
@@ -49,11 +50,11 @@ def check_inputs(processor: MediaProcessor, model: ModelInputs) -> None:
         )
     if model.rope_index is None:
         return
-    known = {"input_ids", "attention_mask", _GRID, *_KINDS}
+    supported = {"input_ids", "attention_mask", _GRID, *_KINDS}
     needed = signature(model.rope_index).parameters.keys()
-    unknown = sorted(needed & {*media, *own} - known)
-    if unknown or not {_GRID, "mm_token_type_ids"} <= needed:
-        of = ", ".join(unknown) or "the grids of pictures in a way of its own"
+    unsupported = sorted(needed & {*media, *expected} - supported)
+    if unsupported or not {_GRID, "mm_token_type_ids"} <= needed:
+        of = ", ".join(unsupported) or "the grids of pictures in a way of its own"
         raise ModelError(
             f"{name}: its model computes positions from {of}, which is not supported for pictures"
         )
@@ -101,12 +102,13 @@ class BatchMedia:
             features = [conversation for pair in pairs for conversation in pair]
         rows = [seen_in(item) for item in features]
         is_one_row = is_packed and not self.processor.depends_on_others
-        given = [[seen for row in rows for seen in row]] if is_one_row else rows
-        media = self.inputs(batch.input_ids, given)
-        if self.model.rope_index is None:
-            return replace(batch, pictures=None, media=media)
-        axes = self._axes(batch, features, rows, media.get(_GRID), self._kinds(batch.input_ids))
-        return replace(batch, pictures=None, media=media, axes=axes)
+        together = [[seen for row in rows for seen in row]] if is_one_row else rows
+        read = replace(batch, pictures=None, media=self.inputs(batch.input_ids, together))
+        if (rope_index := self.model.rope_index) is None:
+            return read
+        num_pictures, grids_P3 = [len(row) for row in rows], read.media.get(_GRID)
+        axes = self._axes(rope_index, batch, features, num_pictures, grids_P3)
+        return replace(read, axes=axes)
 
     def inputs(
         self, ids_BT: torch.Tensor, rows: Sequence[Sequence[Seen]]
@@ -116,50 +118,38 @@ class BatchMedia:
         names = self.model.names
         decoded = {seen: self.files.decode(seen) for row in rows for seen in row}  # each once
         tensors = self.processor.tensors([[decoded[seen] for seen in row] for row in rows])
-        media = {name: value for name, value in tensors.items() if name in names}
-        return media | {name: self._kinds(ids_BT) for name in _KINDS if name in names}
-
-    def _kinds(self, ids_BT: torch.Tensor) -> torch.Tensor:
-        """[B, T] 1 at the tokens of pictures."""
-        return _kinds_of(ids_BT, self.processor)
+        tensors |= dict.fromkeys(_KINDS, _kinds(ids_BT, self.processor))
+        return {name: value for name, value in tensors.items() if name in names}
 
     def _axes(
         self,
+        rope_index: RopeIndex,
         batch: Batch,
         features: Sequence[Features],
-        rows: Sequence[Sequence[Seen]],
-        grids: torch.Tensor | None,
-        kinds: torch.Tensor,
+        num_pictures: Sequence[int],
+        grids_P3: torch.Tensor | None,
     ) -> torch.Tensor:
         """[A, B, T] the positions of each document, computed as if it were alone; in a packed row
-        [1 + A, B, T], behind those that tell documents apart."""
-        assert self.model.rope_index is not None
+        [1 + A, 1, T], behind those that tell documents apart. A: axes, B: rows, T: tokens, P: the
+        pictures of all documents, one after another."""
         is_packed, width = batch.cu_seqlens is not None, batch.input_ids.shape[1]
-        documents, start, first = [], 0, 0
-        for number, (item, row) in enumerate(zip(features, rows, strict=True)):
-            length = len(item["input_ids"])
-            at = torch.arange(length) + (start if is_packed else 0)
-            line = slice(0, 1) if is_packed else slice(number, number + 1)
-            grid = None if grids is None or not row else grids[first : first + len(row)]
-            runs = [(at, 0)]  # the tokens of each response with its prompt, and those seen before
-            if batch.branches is not None:
-                prompt, chosen, _ = (int(count) for count in item["lengths"])
-                other = torch.cat([at[:prompt], at[prompt + chosen :]])
-                runs = [(at[: prompt + chosen], 0), (other, prompt)]
-            found = [
-                self.model.rope_index(
-                    batch.input_ids[line, run],
-                    mm_token_type_ids=kinds[line, run],
-                    image_grid_thw=grid,
-                )[0][..., seen:]
-                for run, seen in runs
-            ]
-            positions = torch.cat(found, dim=-1)
+        kinds_BT = _kinds(batch.input_ids, self.processor)
+        documents, end, first = [], 0, 0
+        for number, (item, count) in enumerate(zip(features, num_pictures, strict=True)):
+            row, start = (0, end) if is_packed else (number, 0)
+            end = start + len(item["input_ids"])
+            positions_A1T = _document_axes(
+                rope_index,
+                batch.input_ids[row : row + 1, start:end],
+                kinds_BT[row : row + 1, start:end],
+                grids_P3[first : first + count] if grids_P3 is not None and count else None,
+                None if batch.branches is None else item["lengths"],
+            )
             if not is_packed:  # padding, which nothing attends to
-                rest = torch.arange(length, width).expand(len(positions), 1, -1)
-                positions = torch.cat([positions, rest.to(positions)], dim=-1)
-            documents.append(positions)
-            start, first = start + length, first + len(row)
+                rest = torch.arange(end, width).expand(len(positions_A1T), 1, -1)
+                positions_A1T = torch.cat([positions_A1T, rest.to(positions_A1T)], dim=-1)
+            documents.append(positions_A1T)
+            first += count
         axes = torch.cat(documents, dim=-1 if is_packed else 1)
         if not is_packed:  # HunYuan takes no other axes than its own
             return axes
@@ -201,7 +191,30 @@ class PromptPictures:
         return self.media.inputs(ids_BT, [each.pictures for each in prompts])
 
 
-def _kinds_of(ids_BT: torch.Tensor, processor: MediaProcessor) -> torch.Tensor:
+def _document_axes(
+    rope_index: RopeIndex,
+    ids_1T: torch.Tensor,
+    kinds_1T: torch.Tensor,
+    grids_P3: torch.Tensor | None,
+    lengths: Sequence[int] | None,
+) -> torch.Tensor:
+    """[A, 1, T] the positions of one document. One of a pair is prompt, chosen and rejected
+    response, of these ``lengths``: both responses continue the prompt."""
+
+    def axes(tokens: torch.Tensor) -> torch.Tensor:
+        ids, kinds = ids_1T[:, tokens], kinds_1T[:, tokens]
+        return rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grids_P3)[0]
+
+    tokens = torch.arange(ids_1T.shape[1])
+    if lengths is None:
+        return axes(tokens)
+    prompt, behind = int(lengths[0]), int(lengths[0]) + int(lengths[1])
+    rejected = axes(torch.cat([tokens[:prompt], tokens[behind:]]))[..., prompt:]
+    return torch.cat([axes(tokens[:behind]), rejected], dim=-1)
+
+
+def _kinds(ids_BT: torch.Tensor, processor: MediaProcessor) -> torch.Tensor:
+    """[B, T] 1 at the tokens of pictures, as ``ProcessorMixin.create_mm_token_type_ids``."""
     return torch.isin(ids_BT, torch.tensor(sorted(processor.token_ids))).long()
 
 

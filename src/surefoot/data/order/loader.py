@@ -17,9 +17,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
-from typing import overload
+from typing import TypeVar, overload
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from ...batch import Batch, Features, Window
 from ...errors import DataError
 from ..data_order import Description, Index, draw, permutation
 from ..store.dataset import EncodedDataset, ExampleStream
-from .micro_batches import Batching
+from .micro_batches import Batching, check_divides
 
 NAMES = {
     "streaming": "data.streaming",
@@ -43,6 +43,7 @@ NAMES = {
 }
 KEYS = ("epoch", "window", "shards", *NAMES)  # of a state, in the order in which files have them
 Position = tuple[int, int]  # epoch, and index in it
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +73,9 @@ class WindowExamples(Sequence[Features]):
         return self.source.lengths_of(self.items)
 
 
+Loaded = tuple[WindowExamples, Window | None]  # the window if it was prefetched
+
+
 @dataclass
 class Loader:
     """Endless windows. Every example occurs once per epoch; the last window of an epoch has the
@@ -89,12 +93,11 @@ class Loader:
     prefetch: Prefetch | None = None  # makes the next window ahead, if its examples are there
     epoch: int = field(default=0, init=False)  # of the next window
     window: int = field(default=0, init=False)  # the next one, counted from 0 in each epoch
-    _loaded: tuple[WindowExamples, Window | None] | None = field(
-        default=None, init=False, repr=False
-    )
+    _loaded: Loaded | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.batching.check(self.global_batch_size)
+        batching = self.batching
+        check_divides(self.global_batch_size, batching.micro_batch_size, batching.world_size)
 
     @property
     def shuffle(self) -> bool:
@@ -243,16 +246,7 @@ class Prefetch:
 
     def begin(self, at: Position, make: Callable[[int, int], Window]) -> None:
         """Start a thread that builds the window at ``at``."""
-        future: Future[Window] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(self.ready(make(*at)))
-            except BaseException as error:  # raised where the window is taken
-                future.set_exception(error)
-
-        threading.Thread(target=run, name="surefoot-prefetch", daemon=True).start()
-        self._running = at, future
+        self._running = at, _in_thread("prefetch", lambda: self.ready(make(*at)))
 
     def forget(self) -> None:
         """Drop the window that is being built."""
@@ -320,16 +314,7 @@ class PictureReader:
         """Read those whose turn it is."""
         for pictures in islice(self._queue, self.ahead):
             if pictures.future is None:
-                pictures.future = Future()
-                arguments = pictures.batch, pictures.future
-                name = "surefoot-pictures"
-                threading.Thread(target=self._run, args=arguments, name=name, daemon=True).start()
-
-    def _run(self, batch: Batch, future: Future[Batch]) -> None:
-        try:
-            future.set_result(self._read(batch))
-        except BaseException as error:  # raised where the micro-batch is used
-            future.set_exception(error)
+                pictures.future = _in_thread("pictures", partial(self._read, pictures.batch))
 
     def _read(self, batch: Batch) -> Batch:
         return self.ready(batch.read())
@@ -347,6 +332,21 @@ class _QueuedPictures:
         """``batch`` with what the model gets of them."""
         read = self.reader.take(self)
         return replace(batch, pictures=None, media=read.media, axes=read.axes)
+
+
+def _in_thread(name: str, make: Callable[[], Made]) -> Future[Made]:
+    """What ``make`` returns, computed in a thread of its own; an error is raised where the result
+    is used. The thread ends with it, so there is nothing to close."""
+    future: Future[Made] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(make())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=f"surefoot-{name}", daemon=True).start()
+    return future
 
 
 EPOCHS = 1 << 40  # streams of random numbers of one epoch

@@ -113,10 +113,6 @@ class Batching:
     rank: int = 0
     world_size: int = 1
 
-    def check(self, num_examples: int) -> None:
-        """Raise ``DataError`` unless ``num_examples`` are full micro-batches for all ranks."""
-        check_divides(num_examples, self.micro_batch_size, self.world_size)
-
     def groups(self, lengths: Index, examples: Sequence[Features] = ()) -> list[Index]:
         """The examples of each of this rank's micro-batches, from the tokens of all examples, and
         from the ``examples`` themselves where neighbors may share their prompt.

@@ -124,8 +124,8 @@ def read_arrow(path: Path) -> Iterator[Line]:
             is_indexed = file.read(6) == b"ARROW1"
             file.seek(0)
             reader = pa.ipc.open_file(file) if is_indexed else pa.ipc.open_stream(file)
-            batches = _indexed(reader) if is_indexed else reader
-            for batch in batches:
+            count = reader.num_record_batches if is_indexed else 0
+            for batch in map(reader.get_batch, range(count)) if is_indexed else reader:
                 for start in range(0, batch.num_rows, ROWS):
                     yield from rows_of(batch.slice(start, ROWS))
     except pa.ArrowException as error:
@@ -165,10 +165,6 @@ def _converter(kind: pa.DataType) -> Callable[[Any], object] | None:
 
 def _same(value: object) -> object:
     return value
-
-
-def _indexed(reader: pa.ipc.RecordBatchFileReader) -> Iterator[pa.RecordBatch]:
-    return (reader.get_batch(i) for i in range(reader.num_record_batches))
 
 
 def text_lines(path: Path) -> Iterator[tuple[int, str]]:

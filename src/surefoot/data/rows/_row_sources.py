@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from ...schema.locations import matches
 from ...storage import files
 from ...storage.files import read_json
 from ..example import BrokenRow
-from ._readers import READERS, Line, TextUnit, read_txt
+from ._readers import READERS, TextUnit, read_txt
 from .formats.fields import Row
 
 SPLIT_NAMES = ("train", "validation", "test")
@@ -80,14 +80,12 @@ class Files:
         """All rows; raises DataError if a file is not of its kind."""
         index = 0
         for path in self.paths:
+            kind = path.suffix.lower()
             with _reading(path):
-                for row in self._read(path):
+                lines = read_txt(path, self.text_unit) if kind == ".txt" else READERS[kind](path)
+                for row in lines:
                     yield BrokenRow(index, f"{path.name}: {row}") if isinstance(row, str) else row
                     index += 1
-
-    def _read(self, path: Path) -> Iterator[Line]:
-        kind = path.suffix.lower()
-        return read_txt(path, self.text_unit) if kind == ".txt" else READERS[kind](path)
 
     @property
     def as_entry(self) -> str:
@@ -158,7 +156,8 @@ def _of_split(
     names = set(split_by_path.values()) - {None}
     if split is not None and names:
         if split not in names:
-            raise DataError(f"{folder}: no split {split!r}; its files are of {_words(names)}")
+            splits = ", ".join(name for name in SPLIT_NAMES if name in names)
+            raise DataError(f"{folder}: no split {split!r}; its files are of {splits}")
         return [path for path in paths if split_by_path[path] == split], ()
     if split not in (None, "train"):
         raise DataError(f"{folder} has no splits, so not {split!r}; leave split out")
@@ -178,10 +177,6 @@ def split_of(name: str) -> str | None:
     """The split that the name of a file is of, as on a hub; None if of none."""
     match = SPLIT.search(name)
     return SPLIT_NAMES[match.lastindex - 1] if match and match.lastindex else None
-
-
-def _words(names: Iterable[str | None]) -> str:
-    return ", ".join(name for name in SPLIT_NAMES if name in names)
 
 
 def _paths_at(path: Path) -> list[Path]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from itertools import islice
-from typing import TypeVar
 
 from ...errors import DataError, counted
 from ..data_order import Index
@@ -32,7 +31,6 @@ from .registry import MEDIA, PROMPTS, RANKING_COLUMNS, RESPONSES, DatasetEntry
 
 USUAL = (*("messages", "conversations"), *PROMPTS, *RESPONSES, "chosen", "rejected", "text")
 TURNS = ("messages", "prompt", "completion", "chosen", "rejected")  # columns with turns
-Numbered = TypeVar("Numbered")
 SINGLE = ("response", "completion", "reasoning")  # not read of a row with two responses
 TRUTH = ("true", "false")  # csv has only text
 # Words in the name of a column that is about how to read, or to train on, its row.
@@ -61,7 +59,10 @@ def read_examples(
     broken: list[BrokenRow] = []
     read = read_columns(entry)
     rows = iter(entry.source.rows())
-    numbered = enumerate(rows) if chosen is None else _among(enumerate(rows), chosen)
+    numbered: Iterator[tuple[int, Row | BrokenRow]] = enumerate(rows)
+    if chosen is not None:
+        numbers = set(chosen.tolist())
+        numbered = (pair for pair in islice(numbered, max(numbers) + 1) if pair[0] in numbers)
     for index, row in islice(numbered, max_samples):
         if not isinstance(row, BrokenRow):
             first_values |= {n: v for n, v in row.items() if first_values.get(n) is None}
@@ -85,18 +86,6 @@ def read_rows(
     most = entry.limit(section.max_samples) if chosen is None else None
     broken = section.max_broken_rows
     return read_examples(entry, max_samples=most, max_broken_rows=broken, chosen=chosen)
-
-
-def _among(rows: Iterable[tuple[int, Numbered]], chosen: Index) -> Iterator[tuple[int, Numbered]]:
-    """The numbered rows that are among ``chosen``, which are ascending."""
-    remaining = iter(chosen.tolist())
-    number = next(remaining, None)
-    for index, row in rows:
-        if number is None:
-            return
-        if index == number:
-            yield index, row
-            number = next(remaining, None)
 
 
 def _read(

@@ -137,6 +137,13 @@ class ShardedDataset:
             with files.raising(DataError, "data.cache_dir"):
                 files.write_aside(self.folder / WHOLE, body.encode())
 
+    def encode_missing(self, number: int) -> Cached:
+        """A shard, once all that is missing is encoded. Raises ``DataError``."""
+        deque(self.encoded(), maxlen=0)
+        if (cached := self.find(number)) is None:
+            raise DataError(f"data.cache_dir: {self.folder} does not keep what is written to it")
+        return cached
+
     def write_share(self, file: IO[bytes], first_row: int, number: int, count: int) -> None:
         """Encode every ``count``-th batch of the rows from ``first_row`` on, beginning with batch
         ``number``, for the ``Shares`` of another process."""

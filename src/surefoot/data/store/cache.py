@@ -109,10 +109,6 @@ class Writer:
         for column in self._columns.values():
             column.file.close()
 
-    def add(self, items: Sequence[Features], rows: Sequence[int]) -> None:
-        """Append items, which all have the same features, and the rows from which they come."""
-        self.append(flattened(items), np.array(rows, np.int64))
-
     def append(self, features: Mapping[str, FlatLists], rows: Index) -> None:
         """Append items, by feature, and the rows from which they come."""
         if not features:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from array import array
 from bisect import bisect_left, bisect_right
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -219,16 +218,9 @@ class ExampleStream:
         elif (counts := dataset.counts()) is None:
             self._more()
         elif number < counts[0]:
-            self._take(dataset.rows.name, self._encoded_again(dataset, number))
+            self._take(dataset.rows.name, dataset.encode_missing(number))
         else:
             self._end_part()
-
-    def _encoded_again(self, dataset: ShardedDataset, number: int) -> Cached:
-        """A shard that was there, and is missing or damaged now."""
-        deque(dataset.encoded(), maxlen=0)
-        if (cached := dataset.find(number)) is None:
-            raise DataError(f"data.cache_dir: {dataset.folder} does not keep what is written to it")
-        return cached
 
     def _take(self, name: str, cached: Cached) -> None:
         self._report = add(self._report, report_from(cached.report, name))
@@ -257,7 +249,7 @@ class ExampleStream:
         if store is None:
             part, number = self._place(shard)
             dataset = self.parts[part]
-            store = (dataset.find(number) or self._encoded_again(dataset, number)).store
+            store = (dataset.find(number) or dataset.encode_missing(number)).store
             # Encoded again, perhaps by another version of a library: the steps that were taken of
             # it would not be those of a resume.
             if self._linked(shard, store) != self._chain[shard]:

@@ -112,11 +112,8 @@ class Tokenization:
 
     def encode_after(self, text: RenderedText) -> list[int]:
         """Ids of a text that continues another: without the space some tokenizers put first."""
-        if text.marked:
-            return [
-                i for part, plain in self._parts(text.text) for i in self._after(part, plain).ids
-            ]
-        return self._after(text.text, False).ids
+        parts = self._parts(text.text) if text.marked else [(text.text, False)]
+        return [i for part, plain in parts for i in self._after(part, plain).ids]
 
     def bounds(
         self,

@@ -204,13 +204,11 @@ def collate_pairs(features: Sequence[Features], *, packing: bool) -> Batch:
     chosen and 2 i + 1 for the rejected response of pair i, in the order of ``Outputs.logps``;
     ``answer_lengths``, [2 x pairs] int64, is the number of trained positions of each response.
     """
-    import numpy as np
     import torch
 
     rows = [row for pair in features for row in split(pair)]
     batch = collate(features if packing else rows, packing=packing)
-    counts = [np.count_nonzero(np.asarray(row["labels"]) != IGNORE_INDEX) for row in rows]
-    answer_lengths = torch.tensor(counts)
+    answer_lengths = torch.tensor([num_trained(row) for row in rows])
     answer = torch.repeat_interleave(answer_lengths)
     return replace(batch, extras={"answer": answer, "answer_lengths": answer_lengths})
 

@@ -4,7 +4,7 @@ must not be imitated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ from ...batch import IGNORE_INDEX, Features
 from ...errors import DataError
 from ..example import EMPTY, Dropped, Encoded, Example, Message, Truncated, items_of
 from ..rows.formats.fields import MARKS, truth
-from .collation import join, pictures_of
+from .collation import join, num_trained, pictures_of
 
 if TYPE_CHECKING:
     from .codec import Codec
@@ -99,14 +99,10 @@ def _pair(chosen: Encoded, rejected: Encoded) -> Encoded:
         if isinstance(outcome, Dropped):
             return outcome
     items = [items_of(outcome)[-1] for outcome in (chosen, rejected)]  # which end in the response
-    if not all(any(_trained(item)) for item in items):
+    if not all(num_trained(item) for item in items):
         return NO_ROOM
     if list(items[0]["input_ids"]) == list(items[1]["input_ids"]):
         return SAME
     is_cut = isinstance(chosen, Truncated) or isinstance(rejected, Truncated)
     pair = [join(*items)]
     return Truncated(pair) if is_cut else pair
-
-
-def _trained(item: Features) -> Iterator[bool]:
-    return (label != IGNORE_INDEX for label in item["labels"][1:])

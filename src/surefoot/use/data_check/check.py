@@ -15,7 +15,7 @@ from itertools import islice
 import xxhash
 
 from ...data.data_order import Index
-from ...data.example import BrokenRow, Encoded, Example, items_of, unread_in
+from ...data.example import BrokenRow, Encoded, Example, items_of, sources_of, unread_in
 from ...data.rows.catalog import Catalog
 from ...data.rows.registry import DatasetEntry
 from ...data.rows.rows import read_examples
@@ -200,7 +200,7 @@ class _Reader:
         if self._codec.media is None:
             return True  # a row with pictures stops this run where it is encoded
         problems = []
-        for picture in (p for message in example.messages for p in message.media if p):
+        for picture in sources_of(example.messages):
             if _key(picture) in self._picture_digests:
                 continue
             try:

@@ -84,7 +84,8 @@ class Turns:
 
     def answer(self, row: Row, column: str | None) -> Message:
         """The chosen or rejected response in a column: a turn, a list of one turn, or its text."""
-        value = _only(row.get(column) if column else None)
+        value = row.get(column) if column else None
+        value = value[0] if isinstance(value, list) and len(value) == 1 else value
         if value is None:
             raise missing(row, column)
         where = f"column {column!r}"
@@ -213,10 +214,6 @@ def with_system(system: str | None, messages: tuple[Message, ...]) -> tuple[Mess
     return messages
 
 
-def _only(value: object) -> object:
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
-
-
 def _learn(turn: Row, where: str, read: Collection[str] = ()) -> bool | None:
     """Whether to train on this turn, by its keys that say so, such as ``weight`` of OpenAI's files.
     Raises ``DataError``: one has no obvious meaning, or two have different ones."""
@@ -261,7 +258,10 @@ def _content(value: object, where: str) -> tuple[str, tuple[str | bytes | None, 
         if _learn(part, where) is not None:
             raise DataError(f"{where}: a turn is trained on as a whole, got {shown(part)}; {_CURE}")
         if kind == "text":
-            words.append(_part(part, where))
+            texts = [part[key] for key in ("text", "value") if part.get(key) is not None]
+            if not texts:
+                raise DataError(f"{where}: a text part without 'text', got {shown(part)}")
+            words.append(as_text(texts[0], where))
             continue
         sources = [part[key] for key in _SOURCES if part.get(key) is not None]
         media.append(_source_of(sources[0], where) if sources else None)
@@ -339,13 +339,6 @@ def _marked(message: Message) -> Message:
         media.append(None if each == PICTURE else next(own))
     content = message.content.replace(PICTURE, MEDIUM)
     return replace(message, content=content, media=tuple(media))
-
-
-def _part(part: Row, where: str) -> str:
-    texts = [part[key] for key in ("text", "value") if part.get(key) is not None]
-    if not texts:
-        raise DataError(f"{where}: a text part without 'text', got {shown(part)}")
-    return as_text(texts[0], where)
 
 
 def _written_calls(content: str, where: str) -> tuple[str, tuple[JSON, ...]]:

@@ -7,7 +7,7 @@ columnar files contain nulls where a row has no value.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 
 from ....errors import DataError
@@ -126,9 +126,9 @@ def missing(row: Row, column: str | None) -> DataError:
     return DataError(f"no column {column!r} (columns found: {columns}){nearest(str(column), row)}")
 
 
-def nearest(word: str, choices: Mapping[str, object]) -> str:
+def nearest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
     """`` (did you mean x?)`` for the choice most similar to ``word``, or nothing."""
-    close = get_close_matches(word, list(choices), n=1)
+    close = get_close_matches(word, list(choices), n=1, cutoff=cutoff)
     return f" (did you mean {close[0]}?)" if close else ""
 
 

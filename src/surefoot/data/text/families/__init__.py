@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache, cached_property
 from pathlib import Path
 
 from ruamel.yaml import YAML
 
 from ....errors import TemplateError
+from ...rows.formats.fields import nearest
 
 TABLE = Path(__file__).with_name("families.yaml")
 _TOKENS = re.compile(  # what looks like a token that delimits turns
@@ -205,11 +205,8 @@ def checked_syntax(name: str) -> str:
     """``name``, a syntax of tools. Raises ``TemplateError``: there is none of that name."""
     syntaxes = sorted(path.stem for path in TOOLS.glob("*.part"))
     if name not in syntaxes:
-        near = get_close_matches(name, syntaxes, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        raise TemplateError(
-            f"data.tool_format: expected one of {', '.join(syntaxes)}, got {name!r}{hint}"
-        )
+        expected = f"data.tool_format: expected one of {', '.join(syntaxes)}"
+        raise TemplateError(f"{expected}, got {name!r}{nearest(name, syntaxes)}")
     return name
 
 

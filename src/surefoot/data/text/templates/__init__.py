@@ -10,13 +10,11 @@ so that the saved template is self-contained. Nothing else is ever added to a co
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import cast
@@ -25,6 +23,7 @@ from ruamel.yaml import YAML
 from transformers import PreTrainedTokenizerBase
 
 from ....errors import TemplateError
+from ...rows.formats.fields import nearest
 from ...section import DataSection
 from ..families import checked_syntax, families, family_source, may_be_of_family
 from .render import PROBES, USUAL, Probe, Renderer, Words
@@ -214,9 +213,8 @@ def _aliases() -> dict[str, str]:
 
 
 def _nearest(name: str) -> str:
-    near = difflib.get_close_matches(name, [*names(), AUTO], n=1)
-    hint = f" (did you mean {near[0]}?)" if near else ""
     more = f"{len(families())} families, which docs/templates.md lists"
+    hint = nearest(name, [*names(), AUTO])
     return f"{hint}; choose auto, {', '.join(sorted({*bundled(), *_aliases()}))}, or one of {more}"
 
 
@@ -263,13 +261,16 @@ def with_arguments(source: str, arguments: Mapping[str, object], template: str) 
     used_names = set(_NAME.findall(source))
     for name in arguments:
         if name not in used_names or name in GIVEN:
-            near = get_close_matches(name, used_names, n=1, cutoff=0.8)
-            hint = f" (did you mean {near[0]}?)" if near else ""
+            hint = nearest(name, used_names, cutoff=0.8)
             raise TemplateError(
                 f"chat template {template!r} has no argument {name!r}{hint}, so data.{_key(name)} "
                 "would change nothing; remove it, or choose another data.template"
             )
-    return "".join(_default(name, value) for name, value in arguments.items()) + source
+    defaults = (
+        f"{{%- set {name} = {name} if {name} is defined else {_literal(value)} +%}}"
+        for name, value in arguments.items()
+    )
+    return "".join(defaults) + source
 
 
 def check_row_arguments(source: str, arguments: Mapping[str, object], template: str) -> None:
@@ -291,10 +292,6 @@ def check_row_arguments(source: str, arguments: Mapping[str, object], template: 
 def _key(name: str) -> str:
     settings = ("enable_thinking", "preserve_thinking")
     return name if name in settings else f"chat_template_kwargs.{name}"
-
-
-def _default(name: str, value: object) -> str:
-    return f"{{%- set {name} = {name} if {name} is defined else {_literal(value)} +%}}"
 
 
 def _literal(value: object) -> str:
