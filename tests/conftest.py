@@ -1,6 +1,7 @@
 """What every test may rely on: one thread, no network, a cache of its own."""
 
 import gc
+import itertools
 import logging
 import os
 import signal
@@ -19,6 +20,7 @@ import slow
 hypothesis.settings.register_profile("surefoot", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("surefoot")
 
+NUMBERS = itertools.count()
 SLOW = {slow.TESTS / name for name in slow.LIST.read_text().split()}
 SHARED = Path(__file__).parent.parent.parent / "shared"
 
@@ -60,8 +62,12 @@ def pytest_collection_finish(session):
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory, monkeypatch):
-    """Encoded datasets of tests go to a temporary folder, never to the user's cache."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    """Encoded datasets of tests go to a temporary folder, never to the user's cache.
+
+    ``mktemp`` looks at all folders for the next number: of thousands, that took a minute in all.
+    """
+    folder = tmp_path_factory.getbasetemp() / "caches" / str(next(NUMBERS))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
 
 
 @pytest.fixture(autouse=True)
