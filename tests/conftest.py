@@ -5,6 +5,7 @@ import itertools
 import logging
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import hypothesis
@@ -14,12 +15,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first product on a GPU
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-import forks  # noqa: F401  it makes every fork of a test fit for threads
+import forks  # it makes every fork of a test fit for threads
 import slow
+from surefoot.checkpoint.saving import _writer_process as writer_process
 
 hypothesis.settings.register_profile("surefoot", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("surefoot")
 
+forks.HAS_WATCH = False
+forks.put(writer_process)  # what it starts has imported
 NUMBERS = itertools.count()
 SLOW = {slow.TESTS / name for name in slow.LIST.read_text().split()}
 SHARED = Path(__file__).parent.parent.parent / "shared"
@@ -68,6 +72,14 @@ def _own_cache(tmp_path_factory, monkeypatch):
     """
     folder = tmp_path_factory.getbasetemp() / "caches" / str(next(NUMBERS))
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+
+
+@pytest.fixture(autouse=True)
+def _writers_that_are_tested_start_as_those_of_users(request, monkeypatch):
+    """Cold, with nothing imported, which takes as long as some steps of a tiny model. On a GPU all
+    do: CUDA does not survive a fork."""
+    if any(map(request.node.get_closest_marker, ("cold_writer", "gpu"))):
+        monkeypatch.setattr(writer_process, "subprocess", subprocess)
 
 
 @pytest.fixture(autouse=True)

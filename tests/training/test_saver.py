@@ -19,7 +19,10 @@ from surefoot.checkpoint.verification import verify
 from surefoot.errors import CheckpointError
 from surefoot.training.callback import TrainerCallback
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's")
+pytestmark = [
+    pytest.mark.cold_writer,
+    pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's"),
+]
 
 
 class Steps(TrainerCallback):
