@@ -1,6 +1,7 @@
 """Tiny models, adapters and tokenizers as folders on the disk, made in a blink."""
 
 import json
+import os
 import shutil
 import tempfile
 from functools import cache, wraps
@@ -39,8 +40,10 @@ def tokenizer(template=CHATML, extra=()):
 
 @cache
 def place():
-    """Where what is made once is kept; gone when this process ends."""
-    return tempfile.TemporaryDirectory(prefix="surefoot-tests-")
+    """Where what is made once is kept: beside the temporary folders of pytest, which deletes them
+    all, or until this process ends."""
+    folder = os.environ.get("SUREFOOT_TESTS_KEPT")
+    return tempfile.TemporaryDirectory(prefix="made-once-", dir=folder)
 
 
 def made_once(make):
