@@ -1,9 +1,11 @@
 """What every test may rely on: one thread, no network, a cache of its own."""
 
 import gc
+import itertools
 import logging
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import hypothesis
@@ -13,12 +15,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first product on a GPU
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-import forks  # noqa: F401  it makes every fork of a test fit for threads
+import forks  # it makes every fork of a test fit for threads
 import slow
+from surefoot.checkpoint.saving import _writer_process as writer_process
 
 hypothesis.settings.register_profile("surefoot", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("surefoot")
 
+forks.HAS_WATCH = False
+forks.put(writer_process)  # what it starts has imported
+NUMBERS = itertools.count()
 SLOW = {slow.TESTS / name for name in slow.LIST.read_text().split()}
 SHARED = Path(__file__).parent.parent.parent / "shared"
 
@@ -58,10 +64,28 @@ def pytest_collection_finish(session):
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _where_models_are_kept(tmp_path_factory):
+    """Those that ``folders`` makes once."""
+    os.environ["SUREFOOT_TESTS_KEPT"] = str(tmp_path_factory.getbasetemp())
+
+
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory, monkeypatch):
-    """Encoded datasets of tests go to a temporary folder, never to the user's cache."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    """Encoded datasets of tests go to a temporary folder, never to the user's cache.
+
+    ``mktemp`` looks at all folders for the next number: 5 ms of a core where they are 6,000.
+    """
+    folder = tmp_path_factory.getbasetemp() / "caches" / str(next(NUMBERS))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+
+
+@pytest.fixture(autouse=True)
+def _writers_that_are_tested_start_as_those_of_users(request, monkeypatch):
+    """Cold, with nothing imported, which takes as long as some steps of a tiny model. On a GPU all
+    do: CUDA does not survive a fork."""
+    if any(map(request.node.get_closest_marker, ("cold_writer", "gpu"))):
+        monkeypatch.setattr(writer_process, "subprocess", subprocess)
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,10 @@
 """Tiny models, adapters and tokenizers as folders on the disk, made in a blink."""
 
 import json
+import os
+import shutil
+import tempfile
+from functools import cache, wraps
 
 import peft
 import torch
@@ -34,6 +38,36 @@ def tokenizer(template=CHATML, extra=()):
     return made
 
 
+@cache
+def place():
+    """Where what is made once is kept: beside the temporary folders of pytest, which deletes them
+    all, or until this process ends."""
+    folder = os.environ.get("SUREFOOT_TESTS_KEPT")
+    return tempfile.TemporaryDirectory(prefix="made-once-", dir=folder)
+
+
+def made_once(make):
+    """``make(folder, ...)`` fills a folder: once in a process, and with copies from then on. The
+    next random numbers are those that follow the making."""
+    kept = {}
+
+    @wraps(make)
+    def made(folder, *asked, **settings):
+        key = repr((asked, sorted(settings.items())))
+        if key not in kept:
+            source = tempfile.mkdtemp(dir=place().name)  # a fork makes others
+            make(source, *asked, **settings)
+            kept[key] = source, torch.get_rng_state()
+        source, after = kept[key]
+        # as new files: whoever looks at times sees those of this moment
+        shutil.copytree(source, folder, copy_function=shutil.copyfile, dirs_exist_ok=True)
+        torch.set_rng_state(after)
+        return folder
+
+    return made
+
+
+@made_once
 def save_model(folder, kind="llama", *, template=CHATML, dtype=torch.float32, **changes):
     """A random model with its tokenizer; returns the folder."""
     known = tokenizer(template)
@@ -42,7 +76,6 @@ def save_model(folder, kind="llama", *, template=CHATML, dtype=torch.float32, **
     made = model(kind, dtype=dtype, **{**sizes, **changes})
     made.save_pretrained(folder)
     save_tokenizer(known, folder)
-    return folder
 
 
 def save_tokenizer(known, folder):

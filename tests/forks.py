@@ -26,6 +26,7 @@ import torch
 
 DEFAULTS = {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
 DEFAULTS[signal.SIGINT] = signal.default_int_handler
+HAS_WATCH = True  # not in what pytest itself forks: its thread watches, which no copy has
 STREAMS = (("stdin", "w"), ("stdout", "r"), ("stderr", "r"))  # ours is the other end
 
 
@@ -189,10 +190,12 @@ def become(theirs, command, place, pass_fds, start_new_session, prepare):
         for number, handler in DEFAULTS.items():
             signal.signal(number, handler)
         os.nice = lambda increment: 0  # a test waits for it, and should not wait for all others
-        # Whoever hangs says where, before the worker that waits for it is ended as hanging, too.
-        _watch()
-        # A copy has no thread that watches, but would wait for it: a sweep starts trials.
-        os.register_at_fork(before=faulthandler.cancel_dump_traceback_later, after_in_parent=_watch)
+        if HAS_WATCH:
+            # Whoever hangs says where, before the worker that waits for it is ended as hanging.
+            _watch()
+            # A copy has no thread that watches, but would wait for it: a sweep starts trials.
+            cancel = faulthandler.cancel_dump_traceback_later
+            os.register_at_fork(before=cancel, after_in_parent=_watch)
         prepare(command)
         return _run(*_parsed(command))
     except BaseException:

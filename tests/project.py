@@ -48,6 +48,7 @@ def tokenizer(template=CHATML):
     return made
 
 
+@folders.made_once
 def model_folder(folder, kind="llama", **changes):
     made = tokenizer()
     model = tiny.model(
@@ -55,7 +56,6 @@ def model_folder(folder, kind="llama", **changes):
     )
     model.save_pretrained(folder)
     folders.save_tokenizer(made, folder)
-    return folder
 
 
 def rows(count=24):

@@ -16,6 +16,7 @@ from functools import partial
 from multiprocessing import reduction
 
 import forks
+from surefoot.checkpoint.saving import _writer_process as writer_process
 from surefoot.parallel import launcher
 from surefoot.training.callbacks import launches as training_process
 
@@ -67,8 +68,9 @@ def _live(theirs, *birth):
 
 
 def _with_forks(command):
-    """Let the ranks and the trials that this process starts be forked, too."""
+    """Let the ranks, the trials and the writers that this process starts be forked, too."""
     forks.put(launcher)
+    forks.put(writer_process)
     forks.put(training_process, _with_forks)
 
 

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM
 
 import tiny
+from damage import flip
 from surefoot.checkpoint.disk.folder import open_checkpoint
 from surefoot.checkpoint.disk.tensorfile import plan_save
 from surefoot.checkpoint.layouts.opening import open_folder
@@ -123,10 +124,7 @@ def test_every_file_explains_itself(tmp_path):
 
 def test_every_flipped_byte_is_found(tmp_path):
     path, _ = saved(tmp_path)
-    file = path / "rank_00000" / "optimizer.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-5] ^= 4
-    file.write_bytes(data)
+    flip(path / "rank_00000" / "optimizer.safetensors", -5)
     report = verify(path, full=True)
     assert [problem for problem in report.problems if "rank_00000/optimizer" in problem]
     with pytest.raises(CheckpointError, match="has changed since it was saved"):
@@ -196,15 +194,9 @@ def test_the_boxes_of_several_ranks_are_one_checkpoint(tmp_path):
     assert len(group.tensors) == len(states["model"].state)
 
 
-def flip_bit(path, at):
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
-
-
 def test_damage_in_one_part_is_found_by_the_source_that_reads_it(tmp_path):
     path = saved_by_ranks(tmp_path, sample_states(), halves)
-    flip_bit(path / "rank_00001" / "model.safetensors", -40)
+    flip(path / "rank_00001" / "model.safetensors", -40)
     source = open_folder(path)
     with pytest.raises(CheckpointError, match=r"rank_00001/model.safetensors: .* is damaged"):
         for name in source.shapes():
@@ -213,8 +205,7 @@ def test_damage_in_one_part_is_found_by_the_source_that_reads_it(tmp_path):
 
 def test_several_ranks_share_the_check_and_one_of_them_finds_the_damage(tmp_path):
     folder = saved_by_ranks(tmp_path, sample_states(), halves)
-    path = folder / "rank_00001" / "model.safetensors"
-    flip_bit(path, -1)
+    flip(folder / "rank_00001" / "model.safetensors")
     found = []
     for rank in range(3):
         with ConcurrentCheck([folder], rank=rank, num_ranks=3) as check:

@@ -9,6 +9,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
+from damage import flip
 from surefoot.checkpoint.converting._resharding import reshard
 from surefoot.checkpoint.disk.folder import open_checkpoint
 from surefoot.checkpoint.layouts.detection import open_contents
@@ -149,10 +150,7 @@ def test_a_cast_rounds_all_weights_and_no_optimizer(saved, tmp_path):
 
 
 def test_a_flipped_bit_in_it_is_found(saved):
-    path = saved / "value_optimizer.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip(saved / "value_optimizer.safetensors")
     report = verify(saved, full=True)
     assert not report.ok
     assert "value_optimizer" in report.problems[0]

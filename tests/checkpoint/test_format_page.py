@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from damage import flip
 from surefoot.checkpoint.disk import manifest as index
 from surefoot.checkpoint.disk._bytes import raw
 from surefoot.checkpoint.disk.tensorfile import ITEM_SIZES
@@ -81,9 +82,7 @@ def saved_by_halves(root, states):
 @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors", "state.json"])
 def test_the_reader_on_the_page_finds_damage(tmp_path, read, name):
     folder = save(tmp_path, 1, sample_states())
-    data = bytearray((folder / name).read_bytes())
-    data[-40] ^= 1
-    (folder / name).write_bytes(data)
+    flip(folder / name, -40)
     with pytest.raises((AssertionError, ValueError, KeyError)):
         read(folder)
 

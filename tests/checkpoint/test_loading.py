@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as TorchShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from damage import flip
 from surefoot.checkpoint.disk.manifest import dump, parse
 from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.saving.preparation import save
@@ -159,10 +160,7 @@ def test_a_state_that_was_not_saved_is_named(folder):
 
 
 def test_a_flipped_bit_in_a_tensor_stops_the_load(folder):
-    path = folder / "model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip(folder / "model.safetensors")
     states = blank(sample_states())
     with pytest.raises(CheckpointError, match=r".* has changed since it was saved"):
         load(folder, states)
@@ -270,10 +268,7 @@ def test_a_piece_of_which_only_a_part_is_needed_is_checked_in_full(tmp_path, hal
     held = {"model": Holder({"w": half})}
     load(folder, held)
     assert torch.equal(half.to_local(), torch.arange(32.0).reshape(4, 8))
-    path = folder / "model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1  # in a row of the other rank
-    path.write_bytes(data)
+    flip(folder / "model.safetensors")  # in a row of the other rank
     with pytest.raises(DamagedFileError, match=r"model\.safetensors.* has changed since"):
         load(folder, held)
     load(folder, held, is_verified=True)

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from crash.system import But, refusing
+from damage import flip
 from surefoot.checkpoint import CheckpointError, load, recover_latest, save
 from surefoot.checkpoint import verification as latest
 from surefoot.checkpoint.disk.commit import temporary_folder
@@ -27,12 +28,6 @@ from .sample import blank, same, sample_states
 @pytest.fixture
 def folder(tmp_path):
     return save(tmp_path, 7, sample_states(), companions={"config.json": b"{}", "sub/x": b"y"})
-
-
-def flip(path, index=-1):
-    data = bytearray(path.read_bytes())
-    data[index] ^= 1
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize("full", [True, False])
@@ -178,10 +173,7 @@ def test_it_is_the_newest(root):
 
 
 def test_a_damaged_one_is_named_kept_aside_and_passed_over(root, caplog):
-    file = root / "checkpoint-4" / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip(root / "checkpoint-4" / "model.safetensors")
     found = recover_latest(root)
     assert found == root / "checkpoint-2"
     assert "checkpoint-4 failed verification" in caplog.text
@@ -193,16 +185,9 @@ def test_a_damaged_one_is_named_kept_aside_and_passed_over(root, caplog):
     assert recover_latest(root) == root / "checkpoint-4"
 
 
-def damage(folder):
-    path = folder / "model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
 def test_damaged_checkpoints_alone_are_an_error_and_stay_as_they_are(root):
     for step in (2, 4):
-        damage(root / f"checkpoint-{step}")
+        flip(root / f"checkpoint-{step}" / "model.safetensors")
     with pytest.raises(CheckpointError, match="no valid checkpoint to resume from") as raised:
         recover_latest(root)
     for step in (2, 4):

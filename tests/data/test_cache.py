@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import warm
+from damage import flip
 from surefoot.data.store import cache
 from surefoot.data.store.cache import default_folder, find, flattened, load_or_build
 from surefoot.errors import DataError
@@ -159,14 +160,6 @@ def build_long(writer):
     for n in range(40):
         add(writer, [{"input_ids": range(n, n + 5_000), "labels": range(5_000)}], [0])
     return {}
-
-
-def flip(path, at):
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
 
 
 @pytest.mark.parametrize("at", [0, 65_535, 65_536, 500_001, 799_999])

@@ -179,12 +179,6 @@ def test_a_thought_has_a_key_of_its_own(key):
     assert OpenAI().read(chat(said("user", "a"), call)).messages[1].reasoning == "Hm."
 
 
-def test_a_weight_says_whether_a_turn_is_learnt():
-    weights = (None, 0, 1)
-    row = chat(*(said("assistant", "b", weight=weight) for weight in weights))
-    assert [m.learn for m in OpenAI().read(row).messages] == [None, False, True]
-
-
 # Calls
 
 

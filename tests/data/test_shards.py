@@ -6,6 +6,7 @@ from itertools import islice
 
 import pytest
 
+from damage import flip
 from surefoot.data.section import DataSection
 from surefoot.data.store import dataset as dataset_module
 from surefoot.data.store._shards import WHOLE
@@ -133,15 +134,9 @@ def firsts(stream):
     return [int(stream[i]["input_ids"][-1]) for i in range(stream.reach(100))]
 
 
-def flip_last_byte(file):
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-
-
 def test_a_damaged_shard_of_a_stream_is_encoded_again(opened, tmp_path, caplog):
     (file,) = tmp_path.glob("cache/*.shards/00000000/input_ids.tokens")
-    flip_last_byte(file)
+    flip(file)
     assert firsts(opened()) == list(range(10))
     (message,) = caplog.messages
     assert message.startswith(f"{file.parent} is damaged (input_ids.tokens ")
@@ -157,7 +152,7 @@ def test_a_shard_that_is_gone_from_a_complete_dataset_is_encoded_again(opened, t
 def test_a_damaged_shard_of_a_source_that_has_changed_is_an_error(opened, tmp_path):
     (file,) = tmp_path.glob("cache/*.shards/00000000/input_ids.tokens")
     stream = opened()
-    flip_last_byte(file)
+    flip(file)
     write(tmp_path, range(12))
     with pytest.raises(DataError, match=r"d.jsonl changed while it was read"):
         stream.reach(10)

@@ -204,16 +204,6 @@ def test_the_cache_holds_the_heads_that_are_here(models):
     assert ranks.run(2, work, tp=2) == [(1, 259), (1, 259)]
 
 
-def test_heads_that_processes_cannot_share_are_one_sentence_in_all(tmp_path):
-    folders.save_model(tmp_path, hidden_size=24, num_attention_heads=3, num_key_value_heads=3)
-
-    def work(world):
-        with pytest.raises(RecipeError, match="2 ranks cannot share the 3 attention heads"):
-            open_model(tmp_path, world=world)
-
-    ranks.run(2, work, tp=2)
-
-
 def test_processes_beyond_a_model_are_copies():
     found = [with_replicas(ParallelSection(tp=2, num_processes=8), n) for n in (2, 8)]
     assert [(s.tp, s.dp_shard, s.dp_replicate) for s in found] == [(2, 1, 1), (2, 1, 4)]

@@ -5,6 +5,8 @@ import resource
 import signal
 from dataclasses import replace
 
+import pytest
+
 import ranks
 import small
 from spread import learn, resume, trainer
@@ -12,6 +14,8 @@ from spread import save as store
 from surefoot.checkpoint.disk.commit import committed
 from surefoot.checkpoint.verification import verify
 from surefoot.training import TrainerCallback
+
+pytestmark = pytest.mark.cold_writer
 
 
 def begin(world, folder, layout, **section):

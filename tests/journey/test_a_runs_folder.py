@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 import surefoot
+from damage import flip
 from folders import save_model, save_recipe
 from surefoot.cli.main import main
 from surefoot.errors import ModelError
@@ -71,10 +72,7 @@ def test_an_adapter_with_a_flipped_bit_is_passed_over_as_by_chat(run, tmp_path, 
     shutil.copytree(run, tmp_path / "run")
     text = (run / "recipe.yaml").read_text().replace("at_end: true", "at_end: false")
     (tmp_path / "run/recipe.yaml").write_text(text)
-    path = tmp_path / "run/checkpoint-4/adapter_model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 64
-    path.write_bytes(data)
+    flip(tmp_path / "run/checkpoint-4/adapter_model.safetensors")
     overrides = [f"model.adapter={tmp_path / 'run'}", "train.output_dir=other"]
     found = resolved(load(run.parent / "recipe.yaml", overrides)).model.adapter
     assert found == tmp_path / "run/checkpoint-2" == open_model(tmp_path / "run").folder

@@ -177,21 +177,6 @@ def test_a_run_whose_last_save_fails_does_not_call_itself_done(tmp_path):
     assert not (project.run / "all_results.json").exists()
 
 
-def test_a_longer_run_goes_on_from_the_shorter_one(trained):
-    code, message = train(trained, "train.max_steps=6")
-    assert code == 0
-    assert "checkpoint-3" in message
-    assert (trained.run / "checkpoint-6").is_dir()
-
-
-def test_a_finished_run_is_left_as_it_is(trained):
-    before = {name: data for name, data in files(trained.run).items() if "checkpoint" in str(name)}
-    code, message = train(trained)
-    assert code == 0
-    assert "complete" in message
-    assert {n: d for n, d in files(trained.run).items() if "checkpoint" in str(n)} == before
-
-
 def test_changed_data_is_noticed_on_a_resume(trained):
     rows = (trained.folder / "data" / "sums.jsonl").read_text()
     (trained.folder / "data" / "sums.jsonl").write_text(rows + rows.splitlines()[0] + "\n")

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 import surefoot
 import warm
 from adapted import FITTING, SMALL
+from damage import flip
 from project import Project, assert_same, checkpoints, final_weights, in_child, losses, start
 from project import surefoot as command
 from surefoot.checkpoint.verification import verify
@@ -109,11 +110,10 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_kept(tmp_path):
     reference = whole(tmp_path / "whole")
     project = whole(tmp_path / "damaged")
     weights = checkpoints(project.run)[-1] / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[len(data) // 2] ^= 1
-    weights.write_bytes(data)
+    flip(weights, weights.stat().st_size // 2)
+    data = weights.read_bytes()
     assert in_child(lambda: surefoot.train(project.recipe)) == 0
-    assert (project.run / "checkpoint-12.damaged" / "model.safetensors").read_bytes() == bytes(data)
+    assert (project.run / "checkpoint-12.damaged" / "model.safetensors").read_bytes() == data
     assert_no_worse_for_it(project, reference)
 
 

@@ -1,6 +1,7 @@
 """From a recipe to a trained model in Python: what is built, and what is refused."""
 
 import json
+import shutil
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
@@ -113,6 +114,14 @@ def test_recomputing_activations_changes_no_loss(tmp_path):
 
 
 @pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """The same of an adapter."""
+    project = Project(tmp_path_factory.mktemp("adapted"), method={"lora": {"rank": 3}}, train=SHORT)
+    surefoot.train(project.recipe)
+    return project
+
+
+@pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     """A run of a few steps as the recipe says."""
     project = Project(tmp_path_factory.mktemp("plain"), train=SHORT)
@@ -168,23 +177,18 @@ def test_new_tokens_are_saved_with_full_weights(kind, tmp_path):
     assert [len(tokenizer.encode(token)) for token in tokens] == [1, 1]
 
 
-def test_training_goes_on_from_an_adapter(tmp_path):
-    project = Project(tmp_path, method={"lora": {"rank": 3}}, train=SHORT)
-    surefoot.train(project.recipe)
-    first = project.run / "checkpoint-3"
-    run = str(tmp_path / "more")
-    surefoot.train(project.recipe, model={"adapter": str(first)}, train={"output_dir": run})
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    more = PeftModel.from_pretrained(base, tmp_path / "more" / "checkpoint-3")
+def test_training_goes_on_from_an_adapter(adapted, tmp_path):
+    first = {"adapter": str(adapted.run / "checkpoint-3")}
+    surefoot.train(adapted.recipe, model=first, train={"output_dir": str(tmp_path)})
+    base = AutoModelForCausalLM.from_pretrained(adapted.folder / "model")
+    more = PeftModel.from_pretrained(base, tmp_path / "checkpoint-3")
     assert more.peft_config["default"].r == 3
-    assert losses(tmp_path / "more")[1] < losses(project.run)[1]
+    assert losses(tmp_path)[1] < losses(adapted.run)[1]
 
 
 @pytest.mark.parametrize("broken", ["missing", "truncated", "pickle"])
-def test_an_adapter_that_cannot_be_read_is_named(broken, tmp_path):
-    project = Project(tmp_path, method="lora", train=SHORT)
-    surefoot.train(project.recipe)
-    folder = project.run / "checkpoint-3"
+def test_an_adapter_that_cannot_be_read_is_named(broken, adapted, tmp_path):
+    folder = shutil.copytree(adapted.run / "checkpoint-3", tmp_path / "checkpoint-3")
     weights = folder / "adapter_model.safetensors"
     if broken == "truncated":
         weights.write_bytes(weights.read_bytes()[:-9])
@@ -192,7 +196,7 @@ def test_an_adapter_that_cannot_be_read_is_named(broken, tmp_path):
         weights.rename(folder / ("adapter_model.bin" if broken == "pickle" else "other"))
     options = {"model": {"adapter": str(folder)}, "train": {"output_dir": str(tmp_path / "x")}}
     with pytest.raises((CheckpointError, ModelError), match=r"adapter_model\.safetensors"):
-        surefoot.train(project.recipe, **options)
+        surefoot.train(adapted.recipe, **options)
 
 
 def test_a_padded_vocabulary_stays_padded(tmp_path):
@@ -205,32 +209,12 @@ def test_a_padded_vocabulary_stays_padded(tmp_path):
     assert opened.get_input_embeddings().num_embeddings == 320
 
 
-def test_the_best_weights_are_in_the_model_at_the_end(tmp_path):
-    project = Project(
-        tmp_path,
-        data={"val_size": 4},
-        train={"max_steps": 6, "eval_steps": 1, "load_best_model_at_end": True},
-        optim={"adamw": {"learning_rate": 0.3, "schedule": "constant"}},
-    )
-    state = surefoot.train(project.recipe)
-    assert state.best_global_step < 6  # the learning rate is far too high
-    assert (project.run / f"checkpoint-{state.best_global_step}").is_dir()
-
-
-def test_optimizer_state_lies_under_the_names_of_the_weights(tmp_path):
-    from safetensors import safe_open
-
-    for method, file in (("full", "model"), ("lora", "adapter_model")):
-        run = tmp_path / method
-        surefoot.train(
-            Project(tmp_path / f"p-{method}").recipe,
-            method=method,
-            train={**SHORT, "output_dir": str(run)},
-        )
+def test_optimizer_state_lies_under_the_names_of_the_weights(plain, adapted):
+    for project, file in ((plain, "model"), (adapted, "adapter_model")):
         names = {}
         for stem in (file, "optimizer"):
-            with safe_open(run / "checkpoint-3" / f"{stem}.safetensors", "pt") as opened:
-                names[stem] = set(opened.keys())
+            path = project.run / "checkpoint-3" / f"{stem}.safetensors"
+            names[stem] = load_file(path).keys()
         states = ("exp_avg", "exp_avg_sq", "step")
         assert names["optimizer"] == {f"{n}.{s}" for n in names[file] for s in states}
 
@@ -250,12 +234,9 @@ def test_build_gives_a_trainer_that_has_not_started(tmp_path):
     assert not list(tmp_path.glob("run/checkpoint-*"))
 
 
-def test_an_adapter_new_or_continued_computes_in_one_pass(tmp_path):
-    project = Project(tmp_path, method={"lora": {"rank": 3}}, train=SHORT)
-    first = surefoot.train(project.recipe)
-    assert first.global_step == 3
-    recipe = load(project.recipe, {"train.output_dir": str(tmp_path / "more")})
-    for adapter in (None, project.run / "checkpoint-3"):
+def test_an_adapter_new_or_continued_computes_in_one_pass(adapted, tmp_path):
+    recipe = load(adapted.recipe, {"train.output_dir": str(tmp_path / "more")})
+    for adapter in (None, adapted.run / "checkpoint-3"):
         model = replace(recipe.model, adapter=adapter)
         policy = build(replace(recipe, model=model)).policy.module
         adapted = [m for m in policy.modules() if isinstance(m, Linear)]

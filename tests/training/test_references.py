@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 
 import ranks
 import surefoot
+from damage import flip
 from project import (
     Project,
     assert_same,
@@ -319,9 +320,7 @@ def test_what_is_kept_is_found_where_it_is_sound(tmp_path, monkeypatch):
     assert [item["reference"].tolist() for item in store] == [[0.5, 0.5]] * 11
     assert not open_pairs(tmp_path, pairs(seed=4)).is_complete
     first, second, _ = sorted(tmp_path.rglob("*.safetensors"))
-    content = bytearray(first.read_bytes())
-    content[-1] ^= 1
-    first.write_bytes(content)
+    flip(first)
     second.write_bytes(b"")
     assert [known is None for known in open_pairs(tmp_path, items).columns] == [True, True, False]
 

@@ -15,13 +15,14 @@ import pytest
 import small
 from surefoot.checkpoint.disk.commit import committed
 from surefoot.checkpoint.disk.folder import open_checkpoint
-from surefoot.checkpoint.saving._snapshot_buffer import SnapshotBuffer
 from surefoot.checkpoint.verification import verify
 from surefoot.errors import CheckpointError
 from surefoot.training.callback import TrainerCallback
-from surefoot.training.control import EarlyStop
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's")
+pytestmark = [
+    pytest.mark.cold_writer,
+    pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's"),
+]
 
 
 class Steps(TrainerCallback):
@@ -157,16 +158,6 @@ def test_a_disk_that_fills_and_is_freed_again_costs_only_the_saves_in_between(tm
     assert not list(tmp_path.glob(".*"))
 
 
-def test_without_room_for_a_snapshot_training_waits_for_every_save(tmp_path, monkeypatch, caplog):
-    def none(size):
-        raise MemoryError("no room")
-
-    monkeypatch.setattr(SnapshotBuffer, "create", none)
-    built(tmp_path, save_steps=2).fit()
-    assert steps_in(tmp_path) == [2, 4, 6, 8]
-    assert caplog.text.count("training waits for every save") == 1
-
-
 def test_an_error_of_the_loop_still_waits_for_the_save_in_flight(tmp_path):
     class Failing(TrainerCallback):
         def on_step_end(self, args, state, control):
@@ -192,11 +183,6 @@ def test_sigterm_while_a_save_is_in_flight_saves_the_step_after_it(tmp_path):
     plain = built(tmp_path / "plain", save_steps=3)
     plain.fit()
     small.assert_same_weights(small.weights(resumed), small.weights(plain))
-
-
-def test_retention_keeps_what_the_recipe_says(tmp_path):
-    built(tmp_path, save_steps=1, keep=2, keep_every=3).fit()
-    assert steps_in(tmp_path) == [3, 6, 7, 8]
 
 
 def test_the_best_checkpoints_by_the_metric_stay(tmp_path):
@@ -232,23 +218,6 @@ def test_a_clock_that_jumps_makes_no_checkpoint_old(jump, tmp_path, monkeypatch)
     made.callbacks.members.append(watch)
     made.fit()
     assert steps_in(tmp_path) == list(range(1, 9))
-
-
-def test_patience_counts_on_after_a_resume_from_a_background_save(tmp_path):
-    def run(folder, max_steps):
-        return small.trainer(
-            folder,
-            EarlyStop(3, threshold=1e9),
-            evals=small.examples(2),
-            eval_steps=1,
-            save_steps=1,
-            max_steps=max_steps,
-        )
-
-    run(tmp_path, 2).fit()
-    resumed = small.resume(run(tmp_path, 8), tmp_path / "checkpoint-2")
-    resumed.fit()
-    assert resumed.state.global_step == 4
 
 
 def test_a_best_step_that_was_not_saved_has_no_path_in_trainer_state_json(tmp_path):

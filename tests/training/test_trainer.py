@@ -16,7 +16,7 @@ import small
 import tiny
 from project import in_child
 from surefoot.data.order.loader import Prefetch
-from surefoot.errors import CheckpointError, RunError
+from surefoot.errors import RunError
 from surefoot.methods import Freeze, Full, LoRA
 from surefoot.optim._variants.adamw import AdamW
 from surefoot.stages import SFT
@@ -223,15 +223,11 @@ def poisoned(folder, place, *members, **options):
     return built
 
 
-def test_a_loss_that_is_not_a_number_stops_the_run_and_names_the_last_checkpoint(tmp_path):
-    built = poisoned(tmp_path, (1, 0))
-    with pytest.raises(RunError, match=r"step 5: loss nan.*checkpoint-3"):
-        built.fit()
-
-
-def test_a_run_stops_a_step_late_at_most_and_saves_nothing_of_it(tmp_path):
+@pytest.mark.parametrize("log_steps", [1, 8])
+def test_a_loss_that_is_not_a_number_stops_a_run_a_step_late_at_most(log_steps, tmp_path):
+    """And nothing of that step is saved."""
     seen = small.Seen()
-    built = poisoned(tmp_path, (1, 0), seen, log_steps=8)
+    built = poisoned(tmp_path, (1, 0), seen, log_steps=log_steps)
     with pytest.raises(RunError, match=r"step 5: loss nan.*checkpoint-3"):
         built.fit()
     assert seen.events.count("on_step_end") == 5
@@ -273,6 +269,7 @@ def test_the_cure_of_a_bad_step_is_another_one_than_what_was_tried(on_nan, cure,
     next(built.policy.module.parameters()).data.fill_(float("nan"))
     with pytest.raises(RunError) as stopped:
         built.fit()
+    assert "NaN or infinite" in str(stopped.value)
     assert str(stopped.value).endswith(cure)
 
 
@@ -294,13 +291,6 @@ def test_rollback_remembers_every_window_that_it_left_out(tmp_path):
     places = [(0, 3), (1, 0), (1, 3), (2, 1)]  # three after checkpoint 3, one after 6
     state = poisoned(tmp_path, places, on_nan="rollback").fit()
     assert (state.skipped_windows, state.global_step) == (places, 8)
-
-
-def test_rollback_gives_up_when_everything_is_nan(tmp_path):
-    built = small.trainer(tmp_path, on_nan="rollback", max_grad_norm=0.0)
-    next(built.policy.module.parameters()).data.fill_(float("nan"))
-    with pytest.raises(RunError, match="NaN or infinite"):
-        built.fit()
 
 
 def still(folder, steps, **options):
@@ -444,21 +434,6 @@ def test_transformers_reads_trainer_state_json(tmp_path):
     assert state.best_model_checkpoint == str(tmp_path / f"checkpoint-{state.best_global_step}")
     assert [r["step"] for r in state.log_history if "loss" in r] == list(range(1, 9))
     json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(word))
-
-
-def test_a_failed_save_stops_the_run_or_is_survived_as_the_recipe_says(tmp_path):
-    (tmp_path / "a" / "checkpoint-3").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match="checkpoint-3"):
-        small.trainer(tmp_path / "a").fit()
-    (tmp_path / "b" / "checkpoint-3").mkdir(parents=True)
-    built = small.trainer(tmp_path / "b")
-    built = replace(built, saver=replace(built.saver, on_error="continue"))
-    built.fit()
-    assert {p.name for p in (tmp_path / "b").iterdir()} == {
-        "checkpoint-3",
-        "checkpoint-6",
-        "checkpoint-8",
-    }
 
 
 def test_a_callback_may_end_the_epoch(tmp_path):

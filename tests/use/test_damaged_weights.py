@@ -9,6 +9,7 @@ import pytest
 
 import surefoot
 from commands import refused
+from damage import flip
 from each import some
 from folders import save_recipe
 from surefoot.errors import DamagedFileError
@@ -44,12 +45,6 @@ def save_recipe_like(folder, other):
     recipe["train"]["output_dir"] = str(other / "run")
     (other / "recipe.yaml").write_text(json.dumps(recipe))
     return other / "recipe.yaml"
-
-
-def flip(path):
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 64
-    path.write_bytes(data)
 
 
 def test_a_named_checkpoint_is_an_error_that_names_the_file(damaged):

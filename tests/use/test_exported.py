@@ -193,14 +193,6 @@ def test_the_base_decides_the_dtype_of_a_merge(tmp_path):
     assert {t.dtype for t in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
 
 
-def test_large_models_are_split_into_shards(llama, tmp_path):
-    out = export(llama, tmp_path / "out", HuggingFaceModel(max_shard_size=40_000))
-    shards = sorted(out.glob("model-*.safetensors"))
-    assert len(shards) > 2
-    assert (out / "model.safetensors.index.json").is_file()
-    assert torch.equal(logits(out), logits(llama))
-
-
 def test_progress_counts_every_byte(llama, tmp_path):
     told = []
     export(llama, tmp_path / "out", progress=told.append)

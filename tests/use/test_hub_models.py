@@ -9,6 +9,7 @@ import shutil
 import pytest
 
 import surefoot
+from damage import flip
 from folders import save_adapter, save_model, save_recipe
 from surefoot.errors import CheckpointError, ModelError
 from surefoot.plugins.cloud import hubs as huggingface
@@ -73,10 +74,7 @@ def test_a_model_a_checkpoint_and_a_run_of_a_hub(project, upload):
 
 def test_a_damaged_file_of_a_hub_is_an_error(project, upload):
     place = upload(project / "run" / "checkpoint-4", "me/checkpoint")
-    path = place / "snapshots" / COMMIT / "adapter_model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip(place / "snapshots" / COMMIT / "adapter_model.safetensors")
     with pytest.raises(CheckpointError, match="damaged"):
         open_model("me/checkpoint")
 

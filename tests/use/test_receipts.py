@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import commands
 import tiny_tokenizers
+from damage import flip
 from folders import CHATML, save_adapter, save_model
 from surefoot.data.text.collation import with_chosen
 from surefoot.errors import ModelError
@@ -87,9 +88,7 @@ def test_the_figures_are_those_of_a_plain_loop(made):
 
 
 def test_a_changed_or_missing_file_is_named(copied):
-    data = bytearray((copied / "model.safetensors").read_bytes())
-    data[-50] ^= 1
-    (copied / "model.safetensors").write_bytes(data)
+    flip(copied / "model.safetensors", -50)
     (copied / "tokenizer.json").unlink()
     message = refused("verify", copied)
     said = " ".join(message.split())

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from counting import Counting
 from crash.system import But, refusing
+from damage import flip
 from surefoot.checkpoint.converting._resharding import plan_reshard, reshard
 from surefoot.checkpoint.disk.folder import open_checkpoint
 from surefoot.checkpoint.loading import load
@@ -194,9 +195,7 @@ def test_an_adapter_stays_one_whole_file(tmp_path):
 def damaged(path, mode):
     file = path / "rank_00001" / "optimizer.safetensors"
     if mode == "flipped":
-        data = bytearray(file.read_bytes())
-        data[-9] ^= 1
-        file.write_bytes(data)
+        flip(file, -9)
     elif mode == "cut":
         file.write_bytes(file.read_bytes()[:-1])
     else:
@@ -280,10 +279,7 @@ def test_columns_are_put_together_and_checked(tmp_path):
     assert loaded(full, states)
     rows = reshard(columns, tmp_path / "rows", layout="distributed", mesh=Mesh(1, 3)).path
     assert loaded(rows, states)
-    file = columns / "rank_00001" / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-40] ^= 1
-    file.write_bytes(data)
+    flip(columns / "rank_00001" / "model.safetensors", -40)
     with pytest.raises(CheckpointError, match="rank_00001/model"):
         reshard(columns, tmp_path / "out")
 

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import tiny
+from damage import flip
 from surefoot.checkpoint.layouts.adapter_merge import merged
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.saving.preparation import save
@@ -162,9 +163,7 @@ def test_an_adapter_checkpoint_of_ours_is_merged_and_its_hashes_are_checked(tmp_
     base = open_folder(tmp_path / "base")
     name = "model.layers.0.self_attn.q_proj.weight"
     assert torch.equal(read_whole(merged(base, folder), name), read_whole(ours(tmp_path), name))
-    data = bytearray((folder / "adapter_model.safetensors").read_bytes())
-    data[-1] ^= 1
-    (folder / "adapter_model.safetensors").write_bytes(data)
+    flip(folder / "adapter_model.safetensors")
     damaged = merged(base, folder)
     with pytest.raises(CheckpointError, match="damaged"):
         for name in damaged.shapes():

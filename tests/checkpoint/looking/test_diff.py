@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from damage import flip
 from surefoot.checkpoint.looking.diff import (
     ValueChange,
     compare_tensors,
@@ -163,9 +164,7 @@ def test_what_the_trainer_logged_is_compared(tmp_path):
 
 def test_what_is_damaged_is_an_error(tmp_path):
     a, b = (save(tmp_path, n, sample_states(seed=n)) for n in (1, 2))
-    data = bytearray((b / "model.safetensors").read_bytes())
-    data[-1] ^= 2
-    (b / "model.safetensors").write_bytes(data)
+    flip(b / "model.safetensors")
     with pytest.raises(CheckpointError):
         list(compare_tensors(a, b))
     (a / "manifest.json").write_text(json.dumps({}))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from damage import flip
 from surefoot.checkpoint.disk.commit import temporary_folder
 from surefoot.checkpoint.looking.listing import list_run, verified
 from surefoot.checkpoint.saving.preparation import save
@@ -133,9 +134,7 @@ def test_verified_says_how_thoroughly(tmp_path):
         "structure",
     ]
     assert sum(seen) > 0
-    data = bytearray((ours / "optimizer.safetensors").read_bytes())
-    data[-1] ^= 1
-    (ours / "optimizer.safetensors").write_bytes(data)
+    flip(ours / "optimizer.safetensors")
     (theirs / "config.json").write_text("{")
     lines = [verified(line) for line in list_run(tmp_path)]
     assert [line.verified for line in lines] == [None, None]

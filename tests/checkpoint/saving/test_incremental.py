@@ -8,6 +8,7 @@ import traceback
 import pytest
 import torch
 
+from damage import flip
 from surefoot.checkpoint.disk._bytes import describe
 from surefoot.checkpoint.disk.commit import clean, committed
 from surefoot.checkpoint.disk.manifest import STATE
@@ -129,10 +130,7 @@ def test_a_file_that_one_finds_changed_is_written(tmp_path, monkeypatch):
 
 def test_a_bad_sector_in_one_part_is_not_inherited(tmp_path):
     first = together(tmp_path)[0]
-    file = first.path / "model-00001-of-00002.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-12] ^= 4
-    file.write_bytes(data)
+    flip(first.path / "model-00001-of-00002.safetensors", -12)
     found = together(tmp_path, step=6, parent="checkpoint-5")[0]
     assert_holds(found.path, {**STILL, **MOVED})
     assert not verify(first.path, full=True).ok

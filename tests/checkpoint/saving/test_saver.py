@@ -120,6 +120,7 @@ def test_what_ended_the_loop_matters_more_than_a_failed_save(tmp_path, caplog):
     assert "exists already" in caplog.text
 
 
+@pytest.mark.cold_writer
 def test_a_killed_writer_costs_nothing(tmp_path, caplog):
     with AsyncSaver(tmp_path) as saver:
         saver.save(1, weights(1, size=8_000_000))
@@ -133,6 +134,7 @@ def test_a_killed_writer_costs_nothing(tmp_path, caplog):
     assert {path.name for path in tmp_path.glob("*checkpoint*")} == {"checkpoint-1", "checkpoint-2"}
 
 
+@pytest.mark.cold_writer
 def test_a_forked_process_that_lives_on_holds_nothing_up(tmp_path):
     saver = AsyncSaver(tmp_path)
     saver.save(1, weights(1))
@@ -212,6 +214,7 @@ def test_a_folder_that_is_removed_under_a_run_is_not_made_anew(tmp_path):
     assert not list(root.iterdir())
 
 
+@pytest.mark.cold_writer
 def test_a_writer_that_hangs_is_named_killed_and_replaced(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(writer_process, "_PAUSE", 0.05)
     monkeypatch.setattr(writer_process, "_WARNING", 0.2)

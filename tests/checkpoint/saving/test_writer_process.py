@@ -29,7 +29,10 @@ from surefoot.errors import CheckpointError
 
 from ..sample import Holder, blank, same_states, sample_states, tree_bytes
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's")
+pytestmark = [
+    pytest.mark.cold_writer,
+    pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's"),
+]
 TESTS = Path(__file__).parents[2]
 COMPANIONS = {"config.json": b"{}", "templates/chat.jinja": b"{{ messages }}"}
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from damage import flip
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.checkpoint.sources import TensorsInMemory, copy
@@ -74,9 +75,7 @@ def test_weights_that_are_there_are_never_overwritten(tmp_path, old):
 
 def test_a_damaged_source_leaves_no_copy(tmp_path):
     folder = save(tmp_path, 1, {"model": Holder(dict(TENSORS))})
-    data = bytearray((folder / "model.safetensors").read_bytes())
-    data[-2] ^= 4
-    (folder / "model.safetensors").write_bytes(data)
+    flip(folder / "model.safetensors", -2)
     with pytest.raises(CheckpointError, match="damaged"):
         copy(open_folder(folder), tmp_path / "new", max_shard_size=100)
     assert names(tmp_path / "new") == []

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from damage import flip
 from parallel.test_box import boxes
 from surefoot.checkpoint import sources as sources
 from surefoot.checkpoint.layouts.opening import open_folder
@@ -117,15 +118,8 @@ def native(tmp_path):
     return save(tmp_path, 1, {"model": Holder({"w": torch.arange(40.0).reshape(8, 5)})})
 
 
-def damage(folder):
-    path = folder / "model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
 def test_a_damaged_tensor_is_refused_when_it_is_read_whole(native):
-    damage(native)
+    flip(native / "model.safetensors")
     with pytest.raises(CheckpointError, match="w is damaged: its hash does not match"):
         read_whole(open_folder(native), "w")
 
@@ -135,7 +129,7 @@ def test_a_damaged_tensor_is_refused_when_its_last_block_is_read_in_order(native
     source = open_folder(native)
     for box in Box.whole((8, 5)).blocks(limit):
         source.read("w", box)
-    damage(native)
+    flip(native / "model.safetensors")
     source = open_folder(native)
     *first, last = Box.whole((8, 5)).blocks(limit)
     for box in first:
@@ -157,7 +151,7 @@ def test_a_box_that_is_not_the_next_is_checked_with_all_of_its_tensor(native, bo
     source = open_folder(native)
     for one in (box, Box((0, 0), (0, 5)), *Box.whole((8, 5)).blocks(10)):
         assert torch.equal(source.read("w", one), whole[one.slices_in(Box.whole((8, 5)))])
-    damage(native)  # in the last element
+    flip(native / "model.safetensors")  # in the last element
     with pytest.raises(DamagedFileError, match="w is damaged") as raised:
         open_folder(native).read("w", box)
     assert raised.value.folder == native

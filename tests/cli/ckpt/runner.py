@@ -3,15 +3,14 @@
 import re
 
 import commands
+from damage import flip
 
 run, ok, refused = commands.of("ckpt")
 
 
 def damage(folder, name="model.safetensors"):
     """Flip the last bit of a file."""
-    data = bytearray((folder / name).read_bytes())
-    data[-1] ^= 1
-    (folder / name).write_bytes(data)
+    flip(folder / name)
 
 
 def on_screen(monkeypatch, columns, *args):

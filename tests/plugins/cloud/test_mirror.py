@@ -5,6 +5,7 @@ import logging
 import pytest
 
 from checkpoint.sample import sample_states
+from damage import flip
 from surefoot.checkpoint.saving.preparation import WriterGroup, save
 from surefoot.errors import CheckpointError
 from surefoot.plugins.cloud.checkpoints import Contents
@@ -87,10 +88,7 @@ def test_a_store_that_fails_is_said_and_tried_again(store, tmp_path, memory, cap
 
 def test_a_damaged_local_checkpoint_is_never_uploaded(store, tmp_path):
     path = saved(tmp_path, 1)
-    file = path / "rank_00000" / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-9] ^= 16
-    file.write_bytes(data)
+    flip(path / "rank_00000" / "model.safetensors", -9)
     with pytest.raises(CheckpointError, match="it is not uploaded"), Mirror(store, tmp_path):
         pass
     assert there(store) == []

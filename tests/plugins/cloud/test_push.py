@@ -8,6 +8,7 @@ from huggingface_hub import constants
 
 import commands
 import surefoot
+from damage import flip
 from folders import save_model, save_recipe
 from hub_server import serving
 from surefoot.checkpoint.verification import verify_checkpoint
@@ -222,10 +223,7 @@ def test_without_a_token_the_cure_is_named(project, hub, monkeypatch):
 def test_damaged_weights_and_wrong_names_are_refused(project, hub, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(project / "run", run)
-    path = run / "checkpoint-4" / "adapter_model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip(run / "checkpoint-4" / "adapter_model.safetensors")
     with pytest.raises(CheckpointError, match="it is not uploaded"):
         push(run / "checkpoint-4", target())
     with pytest.raises(ModelError, match="expected owner/name"):

@@ -57,13 +57,6 @@ def test_a_run_that_has_stopped_early_does_not_resume_unless_it_is_given_more_pa
     assert more.fit().global_step == 7
 
 
-@pytest.mark.proof
-def test_a_callback_that_is_new_on_a_resume_starts_afresh(tmp_path):
-    small.trainer(tmp_path, small.StopAt(4), save_steps=4).fit()
-    second = small.resume(stopping(tmp_path), tmp_path / "checkpoint-4")
-    assert second.fit().global_step == 8
-
-
 def test_the_plot_is_a_png_of_both_curves(tmp_path):
     options = {"evals": small.examples(1), "eval_steps": 2, "max_steps": 24}
     small.trainer(tmp_path, Plot(tmp_path / "loss.png"), **options).fit()
