@@ -182,6 +182,22 @@ def test_with_train_on_prompt_a_message_may_be_left_out():
     assert text.endswith("two<|im_end|>\n")
 
 
+@pytest.mark.parametrize("kind", ["llama2", "metaspace", "qwen"])
+@pytest.mark.parametrize("template", ["llama2", "vicuna"])
+def test_a_message_s_own_word_holds_where_its_first_token_covers_the_space_before_it(
+    template, kind
+):
+    question = Message("user", "secret question", learn=False)
+    made = codec(template, kind, train_on_prompt=True)
+    item = only(encode(made, Example((question, Message("assistant", "two")))))
+    masked = [i for i, label in zip(*item.values(), strict=True) if label == IGNORE_INDEX]
+    assert made.tokenizer.decode(masked).strip() == "secret question"
+
+    messages = (dataclasses.replace(question, learn=True), Message("assistant", "b", learn=False))
+    made = codec(template, kind)
+    assert "".join(learnt(made, only(encode(made, Example(messages))))).strip() == "secret question"
+
+
 def test_what_follows_the_last_answer_is_left_out():
     made = codec()
     with_tail, without = chat("a", "one", "and then?"), chat("a", "one")

@@ -140,8 +140,13 @@ def _token_bounds(
     tokens: Tokens,
     tokenization: Tokenization,
 ) -> list[Bounds]:
-    """The tokens of those spans that begin and end at a token boundary."""
+    """The tokens that have a character of each span, as transformers' ``char_to_token`` counts
+    them: the first token of a message may cover the space before it, too."""
     if not spans:  # as nearly always, and bounds begin with a search of the text
         return []
     characters = [(span.start, span.end) for span in spans]
-    return [pair for pair in tokenization.bounds(tokens, rendered.text, characters) if pair]
+    bounds = tokenization.bounds(tokens, rendered.text, characters)
+    pairs = [
+        pair or tokens.overlapping(*span) for pair, span in zip(bounds, characters, strict=True)
+    ]
+    return [pair for pair in pairs if pair]

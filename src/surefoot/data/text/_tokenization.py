@@ -75,6 +75,14 @@ class Tokens:
             return None
         return before
 
+    def overlapping(self, start: int, end: int) -> Bounds | None:
+        """The tokens that have one of the characters from ``start`` to ``end``; None without."""
+        first = bisect_left(self.offsets, (start, -1))
+        while first and self.offsets[first - 1][1] > start:
+            first -= 1
+        last = bisect_left(self.offsets, (end, -1))
+        return (first, last) if first < last and start < end else None
+
 
 class Tokenization:
     """A tokenizer that protects control tokens and aligns tokens with positions in the text.

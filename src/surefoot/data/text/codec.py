@@ -46,7 +46,7 @@ from .templates import AUTO, Template, check_row_arguments, render
 from .templates._response_spans import ResponseLocator, ResponseSpan, check_tools
 from .templates.render import Renderer
 
-VERSION = 4  # of what this module makes of an example; part of the fingerprint
+VERSION = 5  # of what this module makes of an example; part of the fingerprint
 
 MOST_ARGUMENTS = 64  # of rows, for which a codec is kept
 
