@@ -4,6 +4,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch.distributed as dist
 
 import ranks
 from surefoot.errors import HUNG
+from surefoot.parallel import _watchdog
 from surefoot.parallel._watchdog import (
     CALLBACKS,
     EVALUATING,
@@ -167,6 +170,22 @@ def test_a_suspended_run_is_not_ended(tmp_path):
 def view(rank, state, *, idle=100.0, limit=50.0, **fields):
     fields = {"working": idle, "phase": PHASES[TRAINING], **fields}
     return View(rank, "node", rank + 1, idle=idle, limit=limit, state=state, **fields)
+
+
+ORDER = {"pid": 1, "thread": 1, "ident": "", "exit": 1, "minutes": None, "rank": 0, "size": 1}
+
+
+@pytest.mark.parametrize("order", [{}, {**ORDER, "memory": "/proc/self/fd/99"}])
+def test_of_a_rank_that_ends_while_its_watchdog_begins_nothing_is_said(order):
+    line = json.dumps(order) + "\n" if order else ""
+    begun = subprocess.run(
+        [sys.executable, _watchdog.__file__],
+        input=line,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert (begun.returncode, begun.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -563,9 +563,24 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # they are for the rank; this ends with it
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one for each rank
-    dog = Watchdog(json.loads(sys.stdin.buffer.readline()))
-    dog.connect()
+    order = sys.stdin.buffer.readline()
+    with _unless_the_rank_has_ended():
+        dog = Watchdog(json.loads(order))
+        dog.connect()
     dog.run()
+
+
+@contextlib.contextmanager
+def _unless_the_rank_has_ended() -> Iterator[None]:
+    """A block that ends the process where it fails because its parent, a rank, is gone: the rank
+    may get a signal while this begins."""
+    try:
+        yield
+    except (OSError, ValueError):
+        # The other end of standard input goes with the rank. It may go a moment after the rest.
+        if select.select([sys.stdin], [], [], 1.0)[0] and not sys.stdin.buffer.readline():
+            sys.exit()
+        raise
 
 
 if __name__ == "__main__":

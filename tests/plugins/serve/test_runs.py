@@ -51,7 +51,7 @@ def test_rows_are_computed_in_the_same_shapes_if_the_server_is_to(invariant, run
     names = [None, "default", "default"]
     with driver.adapters.on(names):
         (group,) = driver.adapters._groups
-    assert len(group.filled) == (4 if invariant else 2)
+    assert len(group.padded_rows) == (4 if invariant else 2)
 
 
 def asked(client, name):
