@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import Signals
@@ -196,10 +196,14 @@ def _run(
             )
             launch.follow(trainer)
             tries_heaviest = is_chosen and start is None and device().type == "cuda"
-            if world.is_main:
-                write_recipe(folder, recipe)
-                if start is not None:  # a smaller keep makes room before a save
-                    trainer.saver.delete_old(**trainer.ranking)
+            with ExitStack() as if_it_fails:
+                # It holds the folder open: a disk on which nothing could be written stays busy.
+                if_it_fails.callback(trainer.saver.close)
+                if world.is_main:
+                    write_recipe(folder, recipe)
+                    if start is not None:  # a smaller keep makes room before a save
+                        trainer.saver.delete_old(**trainer.ranking)
+                if_it_fails.pop_all()
             with mirror or nullcontext(), uploads or nullcontext(), launch.before_uploads():
                 outcome = _fit(trainer, tries_heaviest=tries_heaviest)
                 launch.ended(outcome.state, outcome.signal)
@@ -221,6 +225,7 @@ def _fit(trainer: Trainer, *, tries_heaviest: bool = False) -> Outcome:
         if trainer.world.is_main:
             restore(trainer.section.folder / METRICS, state.log_history)
             _load_best(trainer)
+        trainer.saver.close()
         return outcome_of(trainer)
     if state.is_complete:
         logger.info("the last step is saved, but the run was ended before its results were written")
