@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -62,6 +63,8 @@ def test_a_finished_run_is_left_alone(project, caplog):
     surefoot.train(project.recipe)
     assert [path.stat().st_mtime_ns for path in kept] == before
     assert "this run is complete: 3 of 3 steps" in caplog.text
+    opened = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    assert project.run not in opened  # a disk with it can be unmounted
 
 
 @pytest.mark.parametrize(
