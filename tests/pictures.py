@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import fields, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from surefoot.data.rows.formats import OpenAI
 from surefoot.data.section import DataSection
 from surefoot.data.text.codec import Codec
 from surefoot.recipe.recipe import load
-from surefoot.run.contexts import collation_of
+from surefoot.run import parts
 
 TEXT = {**tiny.SIZES, "num_hidden_layers": 2, "vocab_size": 320, "max_position_embeddings": 2048}
 TEXT |= {"bos_token_id": None, "eos_token_id": 256, "pad_token_id": 256}
@@ -260,6 +261,16 @@ def items(codec, folder):
     form = OpenAI()
     examples = [form.read(row) for row in rows(folder)]
     return [item for found in codec.encode_chats(examples) for item in found]
+
+
+def collation_of(made, codec):
+    """How the run of a recipe makes batches."""
+    return parts.collation_of(made.stage, codec, packing=made.data.packing)
+
+
+def picture_probes(made, codec):
+    """Rows with pictures on which the run of a recipe proves its packing."""
+    return parts.RunParts.around(made, codec, Path(made.model.path)).picture_probes()
 
 
 def probes(made, codec):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import folders
 import ranks
 import small
 import tiny
@@ -17,6 +18,7 @@ from surefoot.checkpoint.saving.preparation import save as write
 from surefoot.checkpoint.saving.saver import AsyncSaver
 from surefoot.data.section import DataSection
 from surefoot.data.store.dataset import in_memory
+from surefoot.data.text.codec import Codec
 from surefoot.data.training_data import TrainingData
 from surefoot.methods import Full
 from surefoot.model import isolation
@@ -32,8 +34,9 @@ from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import Recipe
 from surefoot.run.assembly import build_trainer
-from surefoot.run.contexts import precompute
-from surefoot.run.policy import frozen_options, options_of
+from surefoot.run.contexts import ColumnsAhead
+from surefoot.run.models import separate_roles, with_auxiliary
+from surefoot.run.parts import RunParts
 from surefoot.stages import SFT
 from surefoot.training.section import TrainSection
 
@@ -82,7 +85,9 @@ def trainer(
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.1)
-    draft = Draft(folder, recipe.model, None, world, options_of(recipe))
+    codec = codec or Codec(folders.tokenizer(), None, recipe.data)
+    parts = RunParts.around(recipe, codec, folder)
+    draft = Draft(folder, recipe.model, None, world, parts.models.policy.options)
     draft.inner, draft.module, draft.sharing = inner, model, sharing
     fuse_head(draft, REAL)
     draft.heads = add_heads(inner, recipe.stage.heads)
@@ -94,18 +99,22 @@ def trainer(
     evals = {"": in_memory(held)} if held else {}
     data = TrainingData(in_memory(examples or small.examples()), evals)
 
-    def opened(role):
-        path = Path(recipe.stage.auxiliary[role].model or folder / "another")
-        with world.main_first():
-            if not path.exists():
-                save_another(path, kind, changes)
-        section = ModelSection(path=str(path))
-        return open_network(path, section, None, world, frozen_options(recipe))
+    def opened(roles):
+        networks = {}
+        for role in roles:
+            path = Path(recipe.stage.auxiliary[role].model or folder / "another")
+            with world.main_first():
+                if not path.exists():
+                    save_another(path, kind, changes)
+            section, options = ModelSection(path=str(path)), parts.models.auxiliary(role).options
+            networks[role] = open_network(path, section, None, world, options)
+        return networks
 
-    columns, networks = precompute(
-        recipe, data, {"policy": folder}, codec, world, lambda needs_start: network, opened
-    )
-    return build_trainer(recipe, codec, networks, columns, saver, callbacks, nullcontext())
+    columns = ColumnsAhead.of(parts, data, world)
+    if not columns.is_complete:
+        columns.compute(world, opened(columns.roles), network)
+    networks = with_auxiliary(parts.models, network, opened(separate_roles(parts.models, network)))
+    return build_trainer(parts, networks, columns.joined(), saver, callbacks, nullcontext())
 
 
 def save_another(path, kind, changes):

@@ -5,6 +5,7 @@ import os
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -35,8 +36,10 @@ from surefoot.network.shard_loading import init_on_meta
 from surefoot.optim._variants.adamw import AdamW
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import Recipe, load
+from surefoot.recipe.recipe_data import open_codec
 from surefoot.run.assembly import build_trainer
-from surefoot.run.contexts import precompute
+from surefoot.run.contexts import ColumnsAhead
+from surefoot.run.parts import RunParts
 from surefoot.run.policy import open_policy, settle_packing
 from surefoot.stages import SFT
 from surefoot.storage import files
@@ -66,18 +69,15 @@ def begun(world, folder, *, method=None, model=None, tokens=(), packing=False, p
     )
     tokenizer = folders.tokenizer(extra=tokens)
     codec = Codec(tokenizer, None, recipe.data)
-    policy = open_policy(recipe, folder, tokenizer, world)
-    columns, networks = precompute(
-        recipe,
-        TrainingData(in_memory(small.examples()), {}),
-        {"policy": folder},
-        *(codec, world, lambda needs_start: policy, None),
-    )
+    parts = RunParts.around(recipe, codec, folder)
+    policy = open_policy(parts, world, needs_start=False)
+    columns = ColumnsAhead.of(parts, TrainingData(in_memory(small.examples()), {}), world)
     group = replace(writers(world), from_first=world.from_main)
     saver = AsyncSaver(
         folder / "out", kind=policy.weights.kind, has_lock=True, writers=group, keep=3
     )
-    made = build_trainer(recipe, codec, networks, columns, saver, (), nullcontext())
+    networks = {"policy": policy}
+    made = build_trainer(parts, networks, columns.joined(), saver, (), nullcontext())
     assert policy.sharing.is_proven == packing, "prompts may be shared"
     return made
 
@@ -435,13 +435,15 @@ def test_a_run_that_goes_on_shares_prompts_as_it_did(known):
 def test_prompts_are_shared_on_all_ranks_or_on_none(tmp_path):
     """Each rank tries it with its own processor, and examples are dealt by it."""
     recipe = load(Project(tmp_path).recipe, ["data.packing=true", "model.attention=sdpa"])
+    base = Path(recipe.model.path)
+    parts = RunParts.around(recipe, open_codec(recipe, base), base)
 
     def settled(world):
         policy = SimpleNamespace(
             awaits_values=False, inner=tiny.model(), sharing=PromptSharing(world.rank == 0)
         )
         trainer = SimpleNamespace(state=SimpleNamespace(kernels=Kernels()), world=world)
-        settle_packing(recipe, trainer, policy, is_resumed=False)
+        settle_packing(parts, trainer, policy)
         return policy.sharing.is_proven, trainer.state.kernels.shared_prompts
 
     assert ranks.run(2, settled, dp_replicate=2) == [(False, False)] * 2

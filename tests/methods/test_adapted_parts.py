@@ -27,7 +27,6 @@ from surefoot.network._coverage import coverage, table
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe_data import open_codec
 from surefoot.run.assembly import build
-from surefoot.run.contexts import collation_of
 from surefoot.run.resolving import resolved
 from surefoot.use import export
 
@@ -212,7 +211,7 @@ def prepared(kind, run):
     _, folder = run
     recipe = pictures.recipe(folder, folder / "base", cutoff_len=512)
     codec = open_codec(recipe, folder / "base")
-    return collation_of(recipe, codec), codec, pictures.items(codec, folder)
+    return pictures.collation_of(recipe, codec), codec, pictures.items(codec, folder)
 
 
 def logits(model, prepared):

@@ -19,6 +19,7 @@ import pictures
 import ranks
 import spread
 from each import some
+from pictures import collation_of, picture_probes
 from project import assert_same
 from surefoot.batch import IGNORE_INDEX, SCORES, Batch
 from surefoot.data.media.batch_media import ModelInputs, check_inputs
@@ -36,7 +37,6 @@ from surefoot.network.heads import add_heads
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe_data import open_codec
 from surefoot.run.assembly import build
-from surefoot.run.contexts import collation_of, picture_probes
 from surefoot.stages._kto import log_probabilities, mismatched
 from surefoot.training import losses
 

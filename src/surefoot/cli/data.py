@@ -34,7 +34,7 @@ def _with_codec(recipe: Path, overrides: tuple[str, ...]) -> tuple[Recipe, Codec
     loaded = resolved_recipe(recipe, overrides)
     with loading():
         from ..recipe.recipe_data import find_base
-        from ..run.policy import build_codec
+        from ..run.parts import build_codec
     return loaded, build_codec(loaded, find_base(loaded, weights=False))
 
 

@@ -80,6 +80,19 @@ def tokenizer_folder(model: ModelSection, base: Path) -> Path:
     return base if adapter is None or not (adapter / TOKENIZER_CONFIG).is_file() else adapter
 
 
+def open_tokenizer(model: ModelSection, base: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model in ``base``, or of its adapter, with the section's new tokens.
+    Raises ``ModelError``: it is missing or damaged."""
+    folder, is_trusted = tokenizer_folder(model, base), model.trust_remote_code
+    tokenizer = load_tokenizer(
+        folder, trust_remote_code=is_trusted, new_special_tokens=model.new_special_tokens
+    )
+    if folder != base and tokenizer.chat_template is None:  # then the base's is in use
+        base_tokenizer = load_tokenizer(base, trust_remote_code=is_trusted)
+        tokenizer.chat_template = base_tokenizer.chat_template
+    return tokenizer
+
+
 def open_codec(recipe: Recipe, base: Path) -> Codec:
     """The tokenizer of the model in ``base``, or of its adapter, with the recipe's new tokens and
     chat template.
@@ -89,13 +102,7 @@ def open_codec(recipe: Recipe, base: Path) -> Codec:
         ModelError: the tokenizer is missing or damaged.
         TemplateError: the template is unknown, or needs tokens that the tokenizer does not have.
     """
-    folder, is_trusted = tokenizer_folder(recipe.model, base), recipe.model.trust_remote_code
-    tokenizer = load_tokenizer(
-        folder, trust_remote_code=is_trusted, new_special_tokens=recipe.model.new_special_tokens
-    )
-    if folder != base and tokenizer.chat_template is None:  # then the base's is in use
-        base_tokenizer = load_tokenizer(base, trust_remote_code=is_trusted)
-        tokenizer.chat_template = base_tokenizer.chat_template
+    tokenizer = open_tokenizer(recipe.model, base)
     uses_template = recipe.stage.uses_template
     try:
         template = section_template(recipe.data, tokenizer) if uses_template else None
@@ -159,12 +166,13 @@ def settled(recipe: Recipe, base: Path) -> Recipe:
         config = read_config(base, recipe.model)
     except UnreadableConfigError:
         return recipe  # said when the model is loaded; what needs the tokenizer alone goes on
-    return fitted(recipe, config, base)
+    return replace(recipe, data=fitted_data(recipe.data, config, base))
 
 
-def fitted(recipe: Recipe, config: PretrainedConfig, folder: Path) -> Recipe:
-    """The same for the model with ``config``, which ``folder`` contains."""
-    limit, cutoff = num_positions(config), recipe.data.cutoff_len
+def fitted_data(data: DataSection, config: PretrainedConfig, folder: Path) -> DataSection:
+    """``data`` with the ``cutoff_len`` that it has for the model with ``config``, which ``folder``
+    contains. Raises as ``settled``."""
+    limit, cutoff = num_positions(config), data.cutoff_len
     window = getattr(config, KEPT_KEYS, None)
     if cutoff is not None and window is not None and cutoff > window:
         raise RecipeError(
@@ -177,8 +185,8 @@ def fitted(recipe: Recipe, config: PretrainedConfig, folder: Path) -> Recipe:
             f"data.cutoff_len: {cutoff:,} is more than the {limit:,} positions of the model "
             f"({positions_key(config)} in {folder / CONFIG}); {_cure(config, cutoff, limit)}"
         )
-    limits = (n for n in (recipe.data.longest, limit, window) if n is not None)
-    return replace(recipe, data=replace(recipe.data, cutoff_len=min(limits)))
+    limits = (n for n in (data.longest, limit, window) if n is not None)
+    return replace(data, cutoff_len=min(limits))
 
 
 def _cure(config: PretrainedConfig, cutoff: int, limit: int) -> str:

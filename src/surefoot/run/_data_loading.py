@@ -10,52 +10,46 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import count
-from pathlib import Path
 
 from ..data.order.loader import Loader, for_device
 from ..data.order.micro_batches import Batching, Collation
-from ..data.text.codec import Codec
 from ..data.training_data import AnyData, open_stream, prepare
 from ..errors import DataError
 from ..model.loading import device
 from ..parallel.section import launched
 from ..parallel.world import World
-from ..recipe.recipe import Recipe
-from ..recipe.recipe_data import encoding_of
-from ..training.stage import longest_row
 from ..training.windows import num_steps
-from ._encoder_worker import POLL_SECONDS, EncoderWorker
+from ._encoder_worker import POLL_SECONDS
+from .parts import RunParts
 
 logger = logging.getLogger(__name__)
 
 
-def open_data(
-    recipe: Recipe, codec: Codec, base: Path, world: World
-) -> tuple[AnyData, AbstractContextManager[object]]:
-    """The datasets of a recipe, and the worker that must run while they are read."""
+def open_data(parts: RunParts, world: World) -> tuple[AnyData, AbstractContextManager[object]]:
+    """The datasets of a run, and the worker that must run while they are read."""
     with world.main_first():
-        if recipe.data.streaming:
-            check_windows(recipe, None, world)
-            return stream_data(recipe, codec, base)
-        data = prepare(encoding_of(recipe, codec))
+        if parts.data.streaming:
+            check_windows(parts, None, world)
+            return stream_data(parts)
+        data = prepare(parts.encoding)
     for line in data.report.lines():  # such as those of dropped rows
         logger.info("%s", line)
-    check_windows(recipe, len(data.train), world)
-    train = recipe.train
+    check_windows(parts, len(data.train), world)
+    train = parts.train
     if data.evals and not (train.eval_steps or train.eval_minutes or train.eval_epoch):
         logger.info(
             "the run is not evaluated while it trains; set train.eval_epoch: true, or run "
             "`surefoot eval` on it later"
         )
-    for remark in recipe.stage.remarks(data.train):
+    for remark in parts.stage.remarks(data.train):
         logger.warning("%s", remark)
     return data, nullcontext()
 
 
-def check_windows(recipe: Recipe, num_examples: int | None, world: World) -> None:
+def check_windows(parts: RunParts, num_examples: int | None, world: World) -> None:
     """Raise ``DataError`` if a window of the run has fewer examples than the stage needs. Of a
     stream, whose length is None, the last window of an epoch is unknown."""
-    train, least = recipe.train, recipe.stage.min_window
+    train, least = parts.train, parts.stage.min_window
     size, rest = train.global_batch_size, 0
     if (
         num_examples is not None
@@ -77,63 +71,49 @@ def check_windows(recipe: Recipe, num_examples: int | None, world: World) -> Non
     )
 
 
-def stream_data(
-    recipe: Recipe, codec: Codec, base: Path
-) -> tuple[AnyData, AbstractContextManager[object]]:
+def stream_data(parts: RunParts) -> tuple[AnyData, AbstractContextManager[object]]:
     """Datasets to read while an encoder worker, one on every machine, encodes them. Raises
-    ``RecipeError`` if the recipe counts epochs, whose length is not known yet."""
-    place, encoding = launched(), encoding_of(recipe, codec)
+    ``RecipeError`` if the run counts epochs, whose length is not known yet."""
+    place, encoding, worker = launched(), parts.encoding, parts.encoder
     if place is not None and place[2]:
         return open_stream(encoding, partial(time.sleep, POLL_SECONDS)), nullcontext()
     # A process, no thread: rendering is Python, and would hold the interpreter while kernels are to
     # be launched (docs/decisions/0033).
-    beside = EncoderWorker(recipe, base)
-    if len(recipe.data.datasets) > 1:
+    if len(parts.data.datasets) > 1:
         logger.warning(
             "data.streaming: datasets are read one after another; shuffling mixes at most "
             "data.buffer_size = %d examples",
-            recipe.data.buffer_size,
+            parts.data.buffer_size,
         )
-    data = open_stream(encoding, beside.wait)
+    data = open_stream(encoding, worker.wait)
     if data.train.length is None:
-        num_steps(recipe.train, None)  # before anything slow
-        beside.start()
-    return data, beside
+        num_steps(parts.train, None)  # before anything slow
+        worker.start()
+    return data, worker
 
 
-def build_loader(recipe: Recipe, data: AnyData, collation: Collation, world: World) -> Loader:
+def build_loader(parts: RunParts, data: AnyData, collation: Collation, world: World) -> Loader:
     """Windows of micro-batches from the training examples."""
     return Loader(
-        data.order(recipe.data, seed=recipe.train.seed),
+        data.order(parts.data, seed=parts.train.seed),
         Batching(
             collation,
-            micro_batch_size=recipe.train.fixed_micro_batch_size,
+            micro_batch_size=parts.train.fixed_micro_batch_size,
             rank=world.data_rank,
             world_size=world.num_data_ranks,
         ),
-        global_batch_size=recipe.train.global_batch_size,
+        global_batch_size=parts.train.global_batch_size,
         prefetch=for_device(device()),
     )
 
 
-def longest_document(recipe: Recipe, data: AnyData) -> int:
-    """Tokens of the longest document in packed rows, with what the stage adds to it; of those that
-    are not encoded yet, as many as ``data.cutoff_len`` allows."""
-    longest = recipe.data.longest
-    if data.whole is not None:
-        datasets = (data.whole, *data.evals.values())
-        encoded = max(int(dataset.lengths.max(initial=0)) for dataset in datasets)
-        longest = longest_row(recipe.stage, encoded, longest)
-    return longest + recipe.stage.max_new_tokens
-
-
-def packed_bounds(recipe: Recipe, loader: Loader) -> list[int]:
+def packed_bounds(parts: RunParts, loader: Loader) -> list[int]:
     """The bounds of the documents of a typical row of the run: its first one; for a stream, which
     cannot be read in advance, one of documents half as long as they may be. What the stage adds
     to a document is there."""
-    added = recipe.stage.max_new_tokens
+    added = parts.stage.max_new_tokens
     if loader.order.is_complete:
         bounds = loader.window_at(0, 0)[0].cu_seqlens
         return [] if bounds is None else [int(b) + i * added for i, b in enumerate(bounds)]
-    length = recipe.data.longest // 2 + added
-    return [length * count for count in range(recipe.train.fixed_micro_batch_size + 1)]
+    length = parts.data.longest // 2 + added
+    return [length * count for count in range(parts.train.fixed_micro_batch_size + 1)]

@@ -1,29 +1,23 @@
-"""What the stage of a recipe computes with: auxiliary models before the first step, whose columns
-are cached on disk and joined with the examples, and the policy in windows and evaluations."""
+"""What the stage of a run computes with: auxiliary models before the first step, whose columns are
+cached on disk and joined with the examples, and the policy in windows and evaluations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
-from ..batch import Probe
 from ..checkpoint.saving.saver import AsyncSaver
-from ..data.order.micro_batches import Collation, without_labels
 from ..data.store.cache import default_folder
 from ..data.store.dataset import EncodedDataset
-from ..data.text.codec import Codec
-from ..data.text.collation import collate
 from ..data.training_data import AnyData
-from ..model.loading import resolve
 from ..model.numerics import derive
 from ..network.network import Network
 from ..parallel.world import World
-from ..recipe.recipe import Recipe
 from ..training.callback import PolicyVersion
 from ..training.context import BlankContext, NetworkContext
 from ..training.evaluation import Evaluation, EvaluationSet, windows_of
+from ..training.kept_rollouts import KeptRollouts
 from ..training.out_of_memory import MemoryGuard
 from ..training.precompute import (
     NOTHING,
@@ -31,7 +25,6 @@ from ..training.precompute import (
     Precomputation,
     WindowSet,
     identity_of,
-    model_of,
     precomputation,
     with_items,
     with_windows,
@@ -41,12 +34,7 @@ from ..training.served_policy import ServedPolicy
 from ..training.stage import POLICY, auxiliary_models
 from ..training.windows import Place, StageState, windows_of_run
 from . import _data_loading as data_loading
-from .folder import lineage_of
-from .models import needs_start, open_networks
-from .policy import options_of
-
-OpenPolicy = Callable[[bool], Network]  # whether it is needed as it was before the first step
-OpenModel = Callable[[str], Network]  # by role
+from .parts import RunParts, collation_of
 
 
 @dataclass(frozen=True)
@@ -58,87 +46,92 @@ class RunColumns:
     evals: Mapping[str, EvaluationSet]
 
 
-def precompute(
-    recipe: Recipe,
-    data: AnyData,
-    folders: Mapping[str, Path],
-    codec: Codec,
-    world: World,
-    open_policy: OpenPolicy,
-    open_model: OpenModel,
-    *,
-    is_blank: bool = False,
-) -> tuple[RunColumns, dict[str, Network]]:
-    """Compute the columns that are not known yet, and open the networks of the run, by role.
+@dataclass(frozen=True)
+class ColumnsAhead:
+    """The columns that auxiliary models compute before the first step: those that the cache has,
+    and those that are missing."""
 
-    What needs no policy is computed before the policy is opened, so that the two are never in
-    memory together. ``is_blank``: columns of zeros, for measurements of speed."""
-    size = recipe.train.global_batch_size
-    held_out = {name: eval_set(dataset, size) for name, dataset in data.evals.items()}
-    train = _train_set(recipe, data, world)
-    sets = [*([] if train is None else [train]), *held_out.values()]
-    columns = columns_of(recipe, folders, sets, world)
-    if is_blank:
-        columns.blank(BlankContext(codec, recipe.stage, collation_of(recipe)))
-    ahead = {} if columns.is_complete else auxiliary_models(recipe.stage, "ahead")
+    parts: RunParts
+    data: AnyData
+    train: WindowSet | None  # None: nothing is computed for the training examples
+    evals: Mapping[str, WindowSet]
+    computed: Precomputation
 
-    def run(policy: Network | None) -> None:
-        networks = {} if policy is None else {POLICY: policy}
-        for role, auxiliary in ahead.items():
-            networks[role] = networks[POLICY] if auxiliary.model is None else open_model(role)
-        columns.run(context_of(recipe, codec, networks, world, recipe.train.seed))
+    @classmethod
+    def of(cls, parts: RunParts, data: AnyData, world: World) -> ColumnsAhead:
+        """The known columns of ``data``."""
+        size = parts.train.global_batch_size
+        evals = {name: eval_set(dataset, size) for name, dataset in data.evals.items()}
+        train = _train_set(parts, data, world)
+        sets = [*([] if train is None else [train]), *evals.values()]
+        return cls(parts, data, train, evals, columns_of(parts, sets, world))
 
-    # A reference beside the policy is half as much memory again and a third more work a step, for
-    # numbers that never change (docs/decisions/0038).
-    if all(auxiliary.model is not None for auxiliary in ahead.values()):
-        run(None)
-        ahead = {}
-    policy = open_policy(bool(ahead) or needs_start(recipe))
-    if ahead:
-        run(policy)
-    joined = _joined(columns, data, train, held_out)
-    return joined, open_networks(recipe, policy, open_model)
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is missing."""
+        return self.computed.is_complete
+
+    @property
+    def needs_policy(self) -> bool:
+        """Whether the policy, as it starts, computes some that are missing."""
+        models = auxiliary_models(self.parts.stage, "ahead").values()
+        return not self.is_complete and any(each.model is None for each in models)
+
+    def blank(self) -> None:
+        """Fill them with zeros, for measurements of speed."""
+        stage, packing = self.parts.stage, self.parts.data.packing
+        collation = collation_of(stage, packing=packing)
+        self.computed.blank(BlankContext(self.parts.codec, stage, collation))
+
+    @property
+    def roles(self) -> list[str]:
+        """The models other than the policy that compute what is missing."""
+        models = {} if self.is_complete else auxiliary_models(self.parts.stage, "ahead")
+        return [role for role, each in models.items() if each.model is not None]
+
+    def compute(
+        self, world: World, others: Mapping[str, Network], policy: Network | None = None
+    ) -> None:
+        """Compute what is missing with ``others``, by role, and the ``policy``, if it is needed."""
+        networks = dict(others)
+        if policy is not None:
+            roles = auxiliary_models(self.parts.stage, "ahead").keys() - others.keys()
+            networks |= dict.fromkeys((POLICY, *roles), policy)
+        self.computed.run(context_of(self.parts, networks, world))
+
+    def joined(self) -> RunColumns:
+        """The examples with their columns."""
+        data, train, computed = self.data, self.train, self.computed
+        if train is not None:
+            evals = {name: with_items(items, computed) for name, items in data.evals.items()}
+            data = replace(data, train=with_items(train.items, computed), evals=evals)
+        eval_sets = {
+            name: EvaluationSet(examples, with_windows(self.evals[name], computed))
+            for name, examples in data.evals.items()
+        }
+        return RunColumns(
+            data, NOTHING if train is None else with_windows(train, computed), eval_sets
+        )
 
 
-def _joined(
-    columns: Precomputation,
-    data: AnyData,
-    train: WindowSet | None,
-    held_out: Mapping[str, WindowSet],
-) -> RunColumns:
-    if train is not None:
-        held_out_items = {name: with_items(items, columns) for name, items in data.evals.items()}
-        data = replace(data, train=with_items(train.items, columns), evals=held_out_items)
-    evals = {
-        name: EvaluationSet(examples, with_windows(held_out[name], columns))
-        for name, examples in data.evals.items()
-    }
-    return RunColumns(data, NOTHING if train is None else with_windows(train, columns), evals)
-
-
-def _train_set(recipe: Recipe, data: AnyData, world: World) -> WindowSet | None:
+def _train_set(parts: RunParts, data: AnyData, world: World) -> WindowSet | None:
     """The training examples, and the windows of the run; None if nothing is computed for them."""
-    if not auxiliary_models(recipe.stage, "ahead") or data.whole is None:
+    if not auxiliary_models(parts.stage, "ahead") or data.whole is None:
         return None
-    loader = data_loading.build_loader(recipe, data, collation_of(recipe), world)
+    collation = collation_of(parts.stage, packing=parts.data.packing)
+    loader = data_loading.build_loader(parts, data, collation, world)
     order = {n: value for n, value in loader.state_dict().items() if n not in ("epoch", "window")}
-    windows = partial(windows_of_run, loader, recipe.train, recipe.stage)
+    windows = partial(windows_of_run, loader, parts.train, parts.stage)
     return WindowSet(data.whole, windows, str(sorted(order.items())))
 
 
-def columns_of(
-    recipe: Recipe, folders: Mapping[str, Path], sets: Sequence[WindowSet], world: World
-) -> Precomputation:
+def columns_of(parts: RunParts, sets: Sequence[WindowSet], world: World) -> Precomputation:
     """The known columns of ``sets``, and what is to be computed."""
-    stage, options = recipe.stage, options_of(recipe)
-    ahead = auxiliary_models(stage, "ahead")
-    models = {role: model_of(auxiliary, recipe.model) for role, auxiliary in ahead.items()}
-    models_and_folders = {
-        role: (model, folders.get(POLICY if model is recipe.model else role) or resolve(model))
-        for role, model in models.items()
-    }
+    stage, options = parts.stage, parts.models.policy.options
+    roles = {role: parts.models.auxiliary(role) for role in auxiliary_models(stage, "ahead")}
+    models_and_folders = {role: (model.section, model.folder) for role, model in roles.items()}
     identity = identity_of(stage, models_and_folders, options.precision, options.packing)
-    return precomputation(stage, identity, recipe.data.cache_dir or default_folder(), sets, world)
+    return precomputation(stage, identity, parts.data.cache_dir or default_folder(), sets, world)
 
 
 def eval_set(dataset: EncodedDataset, size: int) -> WindowSet:
@@ -148,38 +141,36 @@ def eval_set(dataset: EncodedDataset, size: int) -> WindowSet:
 
 
 def context_of(
-    recipe: Recipe,
-    codec: Codec,
+    parts: RunParts,
     networks: Mapping[str, Network],
     world: World,
-    seed: int,
     memory: MemoryGuard | None = None,
 ) -> NetworkContext:
-    """The context of the recipe's stage over ``networks``, by role."""
-    memory = memory or MemoryGuard.of(recipe.train, world)
-    collation = collation_of(recipe, codec)
-    return NetworkContext(codec, recipe.stage, networks, memory, collation, world, seed)
+    """The context of the stage over ``networks``, by role."""
+    memory, seed = memory or MemoryGuard.of(parts.train, world), parts.train.seed
+    return NetworkContext(parts.codec, parts.stage, networks, memory, parts.collation, world, seed)
 
 
 def build_evaluation(
-    recipe: Recipe,
-    codec: Codec,
+    parts: RunParts,
     networks: Mapping[str, Network],
     world: World,
     memory: MemoryGuard | None = None,
+    *,
     served: ServedPolicy | None = None,
+    version: PolicyVersion | None = None,
+    kept: KeptRollouts | None = None,
 ) -> Evaluation:
     """How the policy of ``networks`` is measured; training computes and collates alike. Responses
     are sampled by the policy's network, unless it is ``served``."""
-    section, stage, policy = recipe.train, recipe.stage, networks[POLICY]
+    section, policy = parts.train, networks[POLICY]
     process, state = RewardProcess(), StageState()  # one for all windows
-    version, guard = PolicyVersion(), memory or MemoryGuard.of(section, world)
+    version, guard = version or PolicyVersion(), memory or MemoryGuard.of(section, world)
 
     def context(place: Place) -> NetworkContext:
-        seed = derive(section.seed, *place)
-        stage_context = context_of(recipe, codec, networks, world, seed, guard)
         return replace(
-            stage_context,
+            context_of(parts, networks, world, guard),
+            seed=derive(section.seed, *place),
             process=process,
             state=state.values,
             served=served,
@@ -188,50 +179,32 @@ def build_evaluation(
         )
 
     return Evaluation(
-        stage,
+        parts.stage,
         policy,
         context,
-        collation_of(recipe, codec).for_model(policy.sharing),
+        parts.collation.for_model(policy.sharing),
         guard,
         section.global_batch_size,
         world,
         state,
-        version=version,
+        kept or KeptRollouts(),
+        version,
     )
 
 
 def served_policy(
-    recipe: Recipe, policy: Network, saver: AsyncSaver, world: World
+    parts: RunParts, policy: Network, saver: AsyncSaver, world: World
 ) -> ServedPolicy | None:
-    """The policy in the recipe's server; None if it samples itself."""
-    if (server := recipe.stage.sampler.server) is None:
+    """The policy in the server of the stage; None if it samples itself."""
+    if (server := parts.stage.sampler.server) is None:
         return None
     return ServedPolicy(
         server,
         policy,
-        recipe.train.folder,
+        parts.train.folder,
         saver.kind,
         dict(saver.companions),
         saver.writers,
         world,
-        lineage_of(recipe),
+        parts.lineage,
     )
-
-
-def collation_of(recipe: Recipe, codec: Codec | None = None) -> Collation:
-    """How examples become a batch everywhere in a run, and before it; with their pictures, if
-    ``codec`` reads any."""
-    media = None
-    if codec is not None and codec.media is not None:
-        media = replace(codec.media, make_spare=lambda: without_labels(codec.picture_probe()[0]))
-    return Collation(recipe.stage.collate, recipe.data.packing, media=media)
-
-
-def picture_probes(recipe: Recipe, codec: Codec) -> Sequence[Probe]:
-    """Documents with pictures, for the check of packed rows, if there are any."""
-    if codec.media is None or not recipe.data.packing:
-        return ()
-    packed = replace(collation_of(recipe, codec), collate=collate)  # conversations, in any stage
-    items = codec.picture_probe()
-    padded = replace(packed, packing=False)
-    return [Probe(packed.batch(items).read(), [padded.batch([item]).read() for item in items])]

@@ -1,4 +1,4 @@
-"""The model that a recipe trains, its tokens, and how its packed rows are computed.
+"""The model that a run trains, and how its packed rows are computed.
 
 How it was made ready is recorded in its state: a resumed model takes another path to the same
 values, without files or with other ranks. What decides how it computes beside the values must be
@@ -8,36 +8,30 @@ equal on the same kind of machine.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 import xxhash
 from torch import nn
-from transformers import PreTrainedTokenizerBase
 
-from ..batch import Probe, StepRunner
+from ..batch import StepRunner
 from ..data.text.codec import Codec
-from ..data.text.templates import template_mismatch
 from ..model import packed_attention, packed_kernels, products
 from ..model.isolation import select_prompt_sharing
-from ..model.loading import device, resolve, training_dtype
-from ..model.numerics import LossScaler, choose, replaced
+from ..model.loading import device, training_dtype
+from ..model.numerics import LossScaler, choose
 from ..model.section import ModelSection
 from ..model.weight_matrices import is_added
-from ..network.draft import NetworkOptions
 from ..network.network import Network
-from ..network.open import open_network, refuse_early
-from ..parallel.world import ALONE, World
-from ..recipe.recipe import Recipe
-from ..recipe.recipe_data import open_codec, tokenizer_folder
+from ..network.open import open_network
+from ..parallel.world import World
 from ..training.callback import Kernels
-from ..training.precompute import model_of
 from ..training.step import Learner, Step
 from ..training.trainer import Trainer
 from . import _data_loading as data_loading
+from .parts import RunParts
 
 logger = logging.getLogger(__name__)
 Around = Callable[[StepRunner], StepRunner]
@@ -59,37 +53,14 @@ def used_here() -> dict[str, str]:
     }
 
 
-def build_codec(recipe: Recipe, base: Path) -> Codec:
-    """Tokenizer and chat template; from here on the tokenizer contains the template in use."""
-    codec = open_codec(recipe, base)
-    if recipe.stage.uses_template:
-        folder = tokenizer_folder(recipe.model, base)
-        owner = "model" if folder == base else "adapter"
-        if folder != base:
-            logger.info("tokenizer and chat template: those beside model.adapter, %s", folder)
-        if difference := template_mismatch(codec.template, codec.tokenizer, owner):
-            logger.warning("%s", difference)
-        codec.tokenizer.chat_template = codec.template.source
-    return codec
-
-
-def open_policy(
-    recipe: Recipe,
-    base: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    world: World = ALONE,
-    *,
-    is_read: bool = True,
-    is_new: bool = True,
-    longest: int = 0,
-    probes: Sequence[Probe] = (),
-) -> Network:
-    """The model that a recipe trains; on the meta device if a checkpoint has all of its weights.
-    ``is_new`` is False if a checkpoint has the values of what the method adds. ``longest`` are the
-    tokens of the longest document in packed rows, ``probes`` rows with pictures."""
-    options = options_of(recipe, is_read=is_read, is_new=is_new, longest=longest)
-    options = replace(options, probes=probes)
-    network = open_network(base, recipe.model, tokenizer, world, options)
+def open_policy(parts: RunParts, world: World, *, needs_start: bool) -> Network:
+    """The model that a run trains; on the meta device if a checkpoint has all of its weights, and
+    none is needed as it was before the first step (``needs_start``)."""
+    start, policy = parts.start, parts.models.policy
+    is_new = start is None or needs_start or parts.models.needs_start
+    is_saved = start is not None and start.has_base and parts.saves_base
+    options = replace(policy.options, is_new=is_new, is_read=is_new or not is_saved)
+    network = open_network(policy.folder, policy.section, parts.codec.tokenizer, world, options)
     percent = 100 * network.num_trainable / network.num_parameters
     logger.info("trainable parameters: %s (%.3g %% of all)", f"{network.num_trainable:,}", percent)
     if table := network.coverage_table():
@@ -97,61 +68,22 @@ def open_policy(
     return network
 
 
-def options_of(
-    recipe: Recipe, *, is_read: bool = True, is_new: bool = True, longest: int = 0
-) -> NetworkOptions:
-    """The options for the model of a recipe."""
-    return NetworkOptions(
-        method=recipe.method,
-        parallel=recipe.parallel,
-        precision=choose(recipe.train.precision),
-        packing=recipe.data.packing,
-        longest=longest,
-        seed=recipe.train.seed,
-        heads=recipe.stage.heads,
-        is_read=is_read,
-        is_new=is_new,
-    )
-
-
-def frozen_options(recipe: Recipe, *, longest: int = 0) -> NetworkOptions:
-    """The options for a model beside it, which only computes outputs."""
-    options = options_of(recipe, longest=longest)
-    return replace(options, method=None, heads=(), is_trainable=False)
-
-
-def check_early(recipe: Recipe, world: World, codec: Codec) -> None:
-    """Raise what is known to be wrong before the data is encoded, which may take hours."""
-    if why := replaced(recipe.train.precision):
-        logger.warning("%s", why)
-    auxiliaries = [other for other in recipe.stage.auxiliary.values() if other.model is not None]
-    refuse_early(
-        resolve(recipe.model),
-        recipe.model,
-        options_of(recipe),
-        recipe.optim,
-        num_processes=world.size,
-        output_dir=recipe.train.folder,
-        tokenizer=codec.tokenizer,
-        others=[model_of(auxiliary, recipe.model) for auxiliary in auxiliaries],
-    )
-
-
-def settle_packing(recipe: Recipe, trainer: Trainer, policy: Network, *, is_resumed: bool) -> None:
+def settle_packing(parts: RunParts, trainer: Trainer, policy: Network) -> None:
     """How packed rows are computed, as in a resumed run: the kernel, which is the preferred one
     that passes its self-check on rank 0, and whether prompts are shared.
     """
-    if not recipe.data.packing:
+    if not parts.data.packing:
         return
+    is_resumed = parts.start is not None
     kernels, inner, world = trainer.state.kernels, policy.inner, trainer.world
     if policy.awaits_values:
         policy.verify_packing()  # it has values only now
     # By an order that is written down, never by timing: kernels add up in different orders, so two
     # launches of one recipe differed with what else the machine did (docs/decisions/0041).
-    is_free = recipe.model.attention == "auto" and world.pp == 1
+    is_free = parts.models.policy.section.attention == "auto" and world.pp == 1
     if is_free and inner.config._attn_implementation == f"{packed_attention.PREFIX}sdpa":
         kernel = kernels.packed_attention or (packed_kernels.BY_DOCUMENT if is_resumed else None)
-        bounds = data_loading.packed_bounds(recipe, trainer.windows.loader)
+        bounds = data_loading.packed_bounds(parts, trainer.windows.loader)
         if kernel is None and world.is_main:
             dtype = COMPUTED_IN.get(policy.options.precision, inner.dtype)
             row = packed_kernels.row_of(inner, bounds, device(), dtype)
@@ -172,17 +104,17 @@ def end_with_responses(policy: Network, codec: Codec) -> None:
 
 
 def build_learner(
-    recipe: Recipe, policy: Network, max_steps: int, around: Around | None
+    parts: RunParts, policy: Network, max_steps: int, around: Around | None
 ) -> Learner:
     """The policy with its optimizer."""
-    world, trained = policy.world, policy.trained(recipe.optim)
-    run_window: StepRunner = partial(policy.forward_backward, spec=recipe.stage.spec)
+    world, trained = policy.world, policy.trained(parts.optim)
+    run_window: StepRunner = partial(policy.forward_backward, spec=parts.stage.spec)
     step = Step(
         trained.optimizer,
-        recipe.optim.schedule_over(max_steps),
+        parts.optim.schedule_over(max_steps),
         around(run_window) if around else run_window,
-        recipe.train.max_grad_norm,
-        LossScaler(enabled=choose(recipe.train.precision) == "fp16"),
+        parts.train.max_grad_norm,
+        LossScaler(enabled=policy.options.precision == "fp16"),
         world.summed,
         world.totals,
         copies=policy.engine.replicas(),

@@ -30,7 +30,6 @@ from ..training.callbacks.metric_files import METRICS, restore
 from ..training.evaluation import EVALUATION
 from ..training.trainer import Trainer
 from ._launch import recorded
-from .assembly import Start
 from .assembly import build as build  # noqa: PLC0414 - part of what a run is, from Python
 from .code_files import code_of, try_rewards
 from .folder import (
@@ -44,6 +43,7 @@ from .folder import (
 )
 from .foreign_resume import refuse_output_dir
 from .from_python import AS_IN_THE_RECIPE, Given, Rows, StageParts
+from .parts import Start
 from .resolving import resolved
 
 logger = logging.getLogger(__name__)
@@ -192,7 +192,7 @@ def _run(
                 and Start.of(start, world, trust_pickle=trust_pickle, is_verified=True),
                 world=world,
                 listeners=() if mirror is None else (mirror,),
-                parts=parts,
+                stage_parts=parts,
             )
             launch.follow(trainer)
             tries_heaviest = is_chosen and start is None and device().type == "cuda"

@@ -101,6 +101,12 @@ class _StepGroups:
     groups: Sequence[Index]
 
 
+def steps_per_epoch(loader: Loader, stage: Stage) -> int | None:
+    """Optimizer steps in an epoch, if that is known."""
+    count = loader.steps_per_epoch
+    return None if count is None else count * stage.passes * stage.mini_batches
+
+
 @dataclass
 class Windows:
     """The turns of a run, in order. Its state is the data position, that inside a window, and what
@@ -122,8 +128,7 @@ class Windows:
     @property
     def steps_per_epoch(self) -> int | None:
         """Optimizer steps in an epoch, if that is known."""
-        count = self.loader.steps_per_epoch
-        return None if count is None else count * self.stage.passes * self.stage.mini_batches
+        return steps_per_epoch(self.loader, self.stage)
 
     @property
     def is_between(self) -> bool:

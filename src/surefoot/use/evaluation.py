@@ -31,15 +31,15 @@ from ..network.network import Network
 from ..parallel.section import ParallelSection
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
-from ..recipe.recipe_data import encoding_of, fitted, open_codec, why_text
-from ..run.contexts import build_evaluation, columns_of, context_of, eval_set, picture_probes
-from ..run.models import heads_of, refuse_other_tokens
+from ..recipe.recipe_data import encoding_of, fitted_data, open_codec, why_text
+from ..run.contexts import build_evaluation, columns_of, context_of, eval_set
+from ..run.models import refuse_other_tokens
+from ..run.parts import RunParts
 from ..training.evaluation import EvaluationSet
 from ..training.precompute import (
     NOTHING,
     Precomputation,
     WindowSet,
-    model_of,
     with_items,
     with_windows,
 )
@@ -54,7 +54,8 @@ def adopt(opened: LoadedModel, recipe: Recipe) -> LoadedModel:
     ``RecipeError`` if ``data.cutoff_len`` is more than the model has positions."""
     if not recipe.stage.spec.is_reward:
         refuse_reward_model(opened)
-    recipe = fitted(recipe, opened.inner.config, Path(opened.inner.name_or_path))
+    folder = Path(opened.inner.name_or_path)
+    recipe = replace(recipe, data=fitted_data(recipe.data, opened.inner.config, folder))
     template = opened.template
     if not recipe.stage.uses_template:
         template = None
@@ -84,11 +85,12 @@ def measure(
         items = _with_columns(items, columns)
     encoded_length = max(len(item["input_ids"]) for item in items)
     longest = longest_row(recipe.stage, encoded_length, recipe.data.longest)
-    probes = picture_probes(recipe, opened.codec) if has_pictures(items) else ()
+    parts = RunParts.around(recipe, opened.codec, Path(opened.inner.name_or_path))
+    probes = parts.picture_probes() if has_pictures(items) else ()
     with ready_to_measure(opened, recipe, longest, probes) as network:
         # ranks that share a network run in step, so each computes all batches
         networks = {POLICY: network.compared_with(others) if others else network, **others}
-        evaluation = build_evaluation(recipe, opened.codec, networks, ALONE)
+        evaluation = build_evaluation(parts, networks, ALONE)
         return evaluation.measure(EvaluationSet(items, NOTHING), on_batch or (lambda: None))
 
 
@@ -155,12 +157,13 @@ def auxiliary_columns(
     items = {part.name: in_memory(encoded(recipe.stage, part.examples, codec)) for part in parts}
     size = recipe.train.global_batch_size
     sets = {name: eval_set(examples, size) for name, examples in items.items()}
-    precomputation = columns_of(recipe, {POLICY: base}, list(sets.values()), world)
+    run = RunParts.around(recipe, codec, base)
+    precomputation = columns_of(run, list(sets.values()), world)
     if not precomputation.is_complete:
         longest = max(int(dataset.lengths.max(initial=0)) for dataset in items.values())
         longest = longest_row(recipe.stage, longest, recipe.data.longest)
-        with _networks(recipe, "ahead", codec, world, parallel, longest) as networks:
-            precomputation.run(context_of(recipe, codec, networks, ALONE, recipe.train.seed))
+        with _networks(recipe, "ahead", run, world, parallel, longest) as networks:
+            precomputation.run(context_of(run, networks, ALONE))
     return {name: _columns(window_set, precomputation) for name, window_set in sets.items()}
 
 
@@ -177,7 +180,8 @@ def staying(
             f"{world.size}; evaluate this run on one process"
         )
     longest = recipe.data.longest + recipe.stage.max_new_tokens
-    with _networks(recipe, "window", codec, world, parallel, longest) as networks:
+    parts = RunParts.around(recipe, codec, Path(recipe.model.path))
+    with _networks(recipe, "window", parts, world, parallel, longest) as networks:
         yield networks
 
 
@@ -185,25 +189,23 @@ def staying(
 def _networks(
     recipe: Recipe,
     when: Literal["ahead", "window"],
-    codec: Codec,
+    parts: RunParts,
     world: World,
     parallel: ParallelSection,
     longest: int,
 ) -> Iterator[dict[str, Network]]:
     """The auxiliary models of the stage, by role; roles of the same model share it."""
     opened: dict[ModelSection, Network] = {}
-    needed = auxiliary_models(recipe.stage, when)
-    roles = {role: model_of(auxiliary, recipe.model) for role, auxiliary in needed.items()}
+    roles = {role: parts.models.auxiliary(role) for role in auxiliary_models(parts.stage, when)}
     with ExitStack() as stack:
         for role, model in roles.items():
-            if model not in opened:
-                heads = heads_of(needed[role], model, resolve(model))
-                other = replace(recipe, model=model)
+            if model.section not in opened:
+                other, heads = replace(recipe, model=model.section), model.options.heads
                 start = open_start(other, world=world, parallel=parallel, heads=heads)
-                refuse_other_tokens(recipe, role, start.tokenizer, codec)
-                ready = ready_to_measure(start, recipe, longest, picture_probes(recipe, codec))
-                opened[model] = stack.enter_context(ready)
-        yield {role: opened[model] for role, model in roles.items()}
+                refuse_other_tokens(parts.models, role, start.tokenizer, parts.codec)
+                ready = ready_to_measure(start, recipe, longest, parts.picture_probes())
+                opened[model.section] = stack.enter_context(ready)
+        yield {role: opened[model.section] for role, model in roles.items()}
 
 
 def _columns(window_set: WindowSet, precomputation: Precomputation) -> list[Features]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 
 from ..batch import Features
 from ..data.example import Dropped
@@ -17,6 +18,7 @@ from ..parallel.world import ALONE
 from ..recipe.recipe import Recipe
 from ..run.code_files import code_of, try_rewards
 from ..run.contexts import context_of
+from ..run.parts import RunParts
 from ..training.kept_rollouts import Recorded
 from ..training.policy_gradient import is_flat
 from ..training.stage import POLICY
@@ -89,8 +91,8 @@ def check_rewards(recipe: Recipe, count: int) -> RewardCheck:
         staying(recipe, opened.codec, ALONE, PLAINLY) as others,
     ):
         networks = {POLICY: network, **others}
-        context = context_of(recipe, opened.codec, networks, ALONE, recipe.train.seed)
-        context = replace(context, times=2)
+        parts = RunParts.around(recipe, opened.codec, Path(opened.inner.name_or_path))
+        context = replace(context_of(parts, networks, ALONE), times=2)
         recipe.stage.prepare(context, items)
     if not context.recorded:
         raise RecipeError("stage: it computes no rewards; expected one such as grpo")

@@ -14,7 +14,10 @@ from surefoot.model import outputs
 from surefoot.model.numerics import autocast
 from surefoot.model.outputs import logprob_head_of
 from surefoot.model.tokenizer import load_tokenizer
+from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import read
+from surefoot.recipe.recipe_data import open_codec
+from surefoot.run.parts import RunParts
 from surefoot.run.policy import open_policy
 from surefoot.use.estimate._dry_run import build
 from surefoot.use.estimate._fake_tensors import HoldingOptions
@@ -49,7 +52,13 @@ def skeleton(made, precision="fp32", dtype=torch.float32, gathered=None, **sprea
 
 def policy(made):
     """The real one, ready to learn."""
-    return open_policy(made, Path(made.model.path), tokenizer(made)).module.train()
+    return opened(made).module.train()
+
+
+def opened(made):
+    base = Path(made.model.path)
+    parts = RunParts.around(made, open_codec(made, base), base)
+    return open_policy(parts, ALONE, needs_start=False)
 
 
 def features(*lengths, prompt=4, seed=0):

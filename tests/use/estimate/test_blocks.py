@@ -1,7 +1,5 @@
 """What methods need that train blocks in turn: the most of one turn, not of all parameters."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -11,12 +9,11 @@ from project import Project
 from surefoot.errors import RecipeError
 from surefoot.optim._variants.adamw import AdamW
 from surefoot.recipe.recipe import load
-from surefoot.run.policy import open_policy
 from surefoot.use.estimate._dry_run import dry_run_batch
 from surefoot.use.estimate._rank_memory import Machine
 from surefoot.use.estimate.plan import make_plan
 
-from .scene import batch, kept, policy, recipe, skeleton, tokenizer
+from .scene import batch, kept, opened, policy, recipe, skeleton
 
 ALONE = Machine(1, on_gpu=False)
 LAYERS = [{}, {"embeddings_and_head": True}, {"order": "fixed", "start_block": 1}]
@@ -33,7 +30,7 @@ METHODS = [*({"badam": one} for one in LAYERS), {"lisa": {"num_layers": 1}}]
 )
 def test_activations_are_those_of_the_deepest_turn(tmp_path, method, recomputes):
     made = recipe(tmp_path, method=method, model={"gradient_checkpointing": recomputes})
-    network = open_policy(made, Path(made.model.path), tokenizer(made))
+    network = opened(made)
     trained, micro_batch = network.trained(AdamW()), batch(made, 25, 31)
     saved = []
     for turn in range(4):

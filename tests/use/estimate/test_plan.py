@@ -13,10 +13,11 @@ from each import some
 from project import Project, metrics
 from surefoot.errors import DataError, ModelError, RecipeError
 from surefoot.model.section import recomputation
+from surefoot.parallel.world import ALONE as ONE
 from surefoot.recipe.recipe import load
 from surefoot.recipe.recipe_data import open_codec
 from surefoot.run.assembly import build
-from surefoot.run.contexts import collation_of
+from surefoot.run.parts import RunParts
 from surefoot.run.policy import open_policy
 from surefoot.use.estimate import _rank_memory as rank_memory
 from surefoot.use.estimate._dry_run import LiveBytes, NotRehearsedError
@@ -245,8 +246,9 @@ def test_the_layers_for_pictures_are_counted_as_they_really_keep(
     assert found.pictures.count == 6
     codec = open_codec(made, base)
     items = pictures.items(codec, tmp_path)
-    batch = collation_of(made, codec).batch(items).read()
-    network = open_policy(made, base, codec.tokenizer, probes=pictures.probes(made, codec))
+    batch = RunParts.around(made, codec, base).collation.batch(items).read()
+    parts = RunParts.around(made, codec, base).for_rows(0, pictures.probes(made, codec))
+    network = open_policy(parts, ONE, needs_start=False)
     model = network.module.train()
     text = replace(batch, media={}, axes=None)
     if kind == "gemma3":

@@ -24,7 +24,7 @@ from ...data.training_data import find, mixing_of
 from ...errors import DataError, counted
 from ...recipe.recipe import Recipe
 from ...recipe.recipe_data import encoding_of
-from ...run.contexts import collation_of
+from ...run.parts import collation_of
 
 ROWS = 1000  # of each dataset, spread evenly over it
 
@@ -115,7 +115,7 @@ def loader_of(recipe: Recipe, dataset: EncodedDataset, num_processes: int) -> Lo
     return Loader(
         Shuffle(dataset, recipe.train.seed, recipe.data.shuffle),
         Batching(
-            collation_of(recipe),
+            collation_of(recipe.stage, packing=recipe.data.packing),
             micro_batch_size=recipe.train.fixed_micro_batch_size,
             world_size=num_processes,
         ),

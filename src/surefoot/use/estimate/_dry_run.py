@@ -39,8 +39,7 @@ from ...parallel.sharded_model import layers
 from ...parallel.tensor_parallel import widened
 from ...parallel.world import ALONE
 from ...recipe.recipe import Recipe
-from ...run.models import open_networks, parts_of
-from ...run.policy import options_of
+from ...run.models import RunModels, separate_roles, with_auxiliary
 from ...training.stage import POLICY
 from ._fake_tensors import FakeTensors, HoldingOptions
 from ._memory_model import Pass, Snapshot, Weight
@@ -142,18 +141,19 @@ def build(
     mesh does not fit."""
     tensors = FakeTensors(setting)
     section = replace(recipe.model, gradient_checkpointing=setting.recomputes)
-    options = replace(options_of(recipe), precision=setting.precision)
+    models = RunModels.of(recipe, base)
+    options = replace(models.policy.options, precision=setting.precision)
     network = open_network(base, section, tokenizer, ALONE, options, tensors)
     check_optimizer_shards(network, recipe.optim, recipe.parallel)
     network.module.train()
 
-    def opened(role: str) -> Network:
-        place, model, frozen = parts_of(recipe, role)
-        frozen = replace(frozen, precision=setting.precision)
-        role_tensors = FakeTensors(setting, tensors.mode)
-        return open_network(place, model, tokenizer, ALONE, frozen, role_tensors)
-
-    networks = open_networks(recipe, network, opened)
+    separate: dict[str, Network] = {}
+    for role in separate_roles(models, network):
+        parts = models.auxiliary(role)
+        frozen = replace(parts.options, precision=setting.precision)
+        fake = FakeTensors(setting, tensors.mode)
+        separate[role] = open_network(parts.folder, parts.section, tokenizer, ALONE, frozen, fake)
+    networks = with_auxiliary(models, network, separate)
     others = [other for other in networks.values() if other.module is not network.module]
     keeps_first = any(other.around is not network.around for other in networks.values())
     return DryRunModel(networks[POLICY], tensors, recipe, steps, others, keeps_first)

@@ -24,8 +24,7 @@ from ...parallel.launcher import num_processes
 from ...recipe.recipe import Recipe
 from ...recipe.recipe_data import find_base
 from ...run.code_files import code_of
-from ...run.contexts import collation_of
-from ...run.policy import build_codec
+from ...run.parts import build_codec, collation_of
 from ...training.context import blank_examples
 from ._batches import (
     ExampleLengths,
@@ -214,7 +213,8 @@ def _rehearsed_batch(
 def _batch(recipe: Recipe, ground: PlanBase, logit_weight: float) -> tuple[Batch, list[Seen]]:
     """The peak micro-batch as text, and its pictures."""
     loader = loader_of(recipe, ground.dataset, mesh_of(recipe, ground.machine).num_data_ranks)
-    stage, collation = recipe.stage, collation_of(recipe)
+    stage = recipe.stage
+    collation = collation_of(stage, packing=recipe.data.packing)
     items = heaviest(
         loader,
         ground.course.windows,

@@ -14,8 +14,8 @@ from ...checkpoint.saving.preparation import prepare
 from ...checkpoint.state.roles import FileRole
 from ...checkpoint.state.states import RandomState
 from ...data.text.codec import Codec
-from ...model.base_identity import BaseModel
 from ...run.assembly import build_saver
+from ...run.parts import RunParts
 from ...training.callback import TrainerState
 from ._dry_run import DryRunModel, optimizer_state
 
@@ -51,7 +51,8 @@ def size_of_checkpoint(
 ) -> CheckpointSize:
     """The size of a checkpoint of the run, at its end, with ``num_logs`` records in it."""
     recipe, state = dry_run.recipe, optimizer_state(dry_run)
-    saver = build_saver(recipe, dry_run.network, codec, BaseModel(recipe.model, base))
+    parts = RunParts.around(recipe, codec, base)
+    saver = build_saver(parts, dry_run.network)
     job, live = prepare(
         recipe.train.folder,
         0,

@@ -1,0 +1,252 @@
+"""What a run is made of, understood once from its recipe: ``RunParts.of``.
+
+Nothing large is loaded here: folders, settings, a tokenizer, hashes of files. What is wrong with
+them is an error here, before data is encoded, which may take hours. Everything below takes these
+parts, or one of them, and no recipe.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+
+from ..batch import Probe
+from ..checkpoint.loading import load as load_checkpoint
+from ..checkpoint.section import CheckpointSection
+from ..data.order.micro_batches import Collation, without_labels
+from ..data.section import DataSection
+from ..data.text.codec import Codec
+from ..data.text.collation import collate
+from ..data.text.templates import template_mismatch
+from ..data.training_data import AnyData, Encoding
+from ..errors import RecipeError
+from ..model.base_identity import BaseModel
+from ..model.config import read_config
+from ..model.numerics import replaced
+from ..network.open import refuse_early
+from ..optim.optimizer import Optimizer
+from ..parallel.world import World
+from ..recipe.recipe import Recipe, dump
+from ..recipe.recipe_data import (
+    encoding_of,
+    fitted_data,
+    open_codec,
+    open_tokenizer,
+    settled,
+    tokenizer_folder,
+)
+from ..training.precompute import model_of
+from ..training.section import TrainSection
+from ..training.stage import Stage, longest_row
+from ..training.trainer import Trainer
+from ._encoder_worker import EncoderWorker
+from .bases import find_bases
+from .code_files import code_of
+from .folder import lineage_of
+from .foreign_resume import ForeignTrainer, detect_trainer
+from .from_python import AS_IN_THE_RECIPE, StageParts
+from .models import NO_FOLDERS, RunModels, refuse_other_tokens
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Start:
+    """The checkpoint that a run is resumed from."""
+
+    folder: Path
+    writer: ForeignTrainer | None  # None: Surefoot
+    trust_pickle: bool = False
+    is_verified: bool = False  # whether every byte of it was checked a moment ago
+
+    @classmethod
+    def of(
+        cls, folder: Path, world: World, *, trust_pickle: bool = False, is_verified: bool = False
+    ) -> Start:
+        """The checkpoint in ``folder``, by Surefoot or a trainer that is recognized."""
+        writer = detect_trainer(folder, trust_pickle=trust_pickle, pp=world.pp)
+        return cls(folder, writer, trust_pickle, is_verified)
+
+    @property
+    def has_base(self) -> bool:
+        """Whether all that the method may save of the base model is in it."""
+        return self.writer is None or not self.writer.needs_base
+
+    def restore(self, trainer: Trainer, base: Path) -> None:
+        """Give ``trainer`` the states of the checkpoint."""
+        folder, trust = self.folder, self.trust_pickle
+        if self.writer is not None:
+            self.writer.load(folder, trainer, base=base, trust_pickle=trust)
+        else:
+            load_checkpoint(folder, trainer.states, is_verified=self.is_verified)
+        trainer.policy.trained.check(trainer.state.global_step)
+        logger.info("resuming from %s at step %d", folder.name, trainer.state.global_step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunParts:
+    """A run before it is built."""
+
+    stage: Stage
+    data: DataSection  # with the cutoff that the model has
+    train: TrainSection
+    optim: Optimizer
+    saves: CheckpointSection
+    models: RunModels
+    codec: Codec
+    encoding: Encoding
+    encoder: EncoderWorker  # which has not been started
+    base: BaseModel  # the policy's, with its identity
+    text: str  # the recipe, as checkpoints contain it
+    lineage: str
+    record: Mapping[str, bytes] = field(default_factory=dict)  # of code and models, for checkpoints
+    start: Start | None = None
+
+    @classmethod
+    def of(
+        cls,
+        recipe: Recipe,
+        start: Start | None,
+        world: World,
+        stage_parts: StageParts = AS_IN_THE_RECIPE,
+        *,
+        is_recorded: bool = True,
+    ) -> RunParts:
+        """The parts of the run of ``recipe`` that is resumed from ``start``. A collective call.
+        Raises what is known to be wrong with them."""
+        record = code_of(recipe, stage_parts)
+        is_own = start is not None and start.writer is None
+        bases = find_bases(
+            recipe.model,
+            recipe.stage,
+            start.folder if start is not None and is_own else None,
+            saves_base=recipe.method.saves_base_model,
+        )
+        written = settled(recipe, bases.policy.folder)
+        recipe = replace(written, stage=stage_parts.of(written.stage))
+        codec = build_codec(recipe, bases.policy.folder)
+        parts = cls.around(recipe, codec, bases.policy, bases.folders)
+        if start is None:
+            # Truncated weights and tokens without embeddings were once found after hours of
+            # encoding.
+            world.on_main(partial(parts._refuse, world))
+        if is_recorded and world.is_main:
+            record |= bases.record()
+        return replace(parts, text=dump(written), record=record, start=start)
+
+    @classmethod
+    def around(
+        cls,
+        recipe: Recipe,
+        codec: Codec,
+        base: BaseModel | Path,
+        folders: Mapping[str, Path] = NO_FOLDERS,
+    ) -> RunParts:
+        """The parts of ``recipe`` around a model that is known, or open, already."""
+        base = BaseModel(recipe.model, base) if isinstance(base, Path) else base
+        return cls(
+            stage=recipe.stage,
+            data=recipe.data,
+            train=recipe.train,
+            optim=recipe.optim,
+            saves=recipe.checkpoint,
+            models=RunModels.of(recipe, base.folder, folders),
+            codec=codec,
+            encoding=encoding_of(recipe, codec),
+            encoder=EncoderWorker(recipe, base.folder),
+            base=base,
+            text=dump(recipe),
+            lineage=lineage_of(recipe),
+        )
+
+    def _refuse(self, world: World) -> None:
+        """Raise what is known to be wrong with the models; no weights are read."""
+        if why := replaced(self.train.precision):
+            logger.warning("%s", why)
+        models, policy = self.models, self.models.policy
+        separate = [role for role, m in self.stage.auxiliary.items() if m.model is not None]
+        refuse_early(
+            policy.folder,
+            policy.section,
+            policy.options,
+            self.optim,
+            num_processes=world.size,
+            output_dir=self.train.folder,
+            tokenizer=self.codec.tokenizer,
+            others=[model_of(self.stage.auxiliary[role], policy.section) for role in separate],
+        )
+        for role in separate:
+            parts = models.auxiliary(role)
+            tokenizer = open_tokenizer(parts.section, parts.folder)
+            refuse_other_tokens(models, role, tokenizer, self.codec)
+            config = read_config(parts.folder, parts.section)
+            fitted_data(self.data, config, parts.folder)  # has it as many positions?
+            size = config.get_text_config().vocab_size
+            if models.is_compared(role) and size < len(tokenizer):
+                raise RecipeError(
+                    f"the {role} {parts.section.path} has embeddings for {size:,} tokens, and the "
+                    f"tokenizer has {len(tokenizer):,}, so its distribution is not over all of "
+                    "them; choose a model that has them all, or leave model.new_special_tokens out"
+                )
+
+    @property
+    def saves_base(self) -> bool:
+        """Whether a checkpoint contains what the policy's base becomes."""
+        method = self.models.policy.options.method
+        return method is not None and method.saves_base_model
+
+    @cached_property
+    def collation(self) -> Collation:
+        """How examples become a batch everywhere in the run, with their pictures."""
+        return collation_of(self.stage, self.codec, packing=self.data.packing)
+
+    def for_data(self, data: AnyData) -> RunParts:
+        """These parts, whose networks are made for packed rows of ``data``: of its longest document
+        with what the stage adds, and of its pictures. Of examples that are not encoded yet, as long
+        as ``data.cutoff_len`` allows."""
+        longest = self.data.longest
+        if data.whole is not None:
+            datasets = (data.whole, *data.evals.values())
+            encoded = max(int(dataset.lengths.max(initial=0)) for dataset in datasets)
+            longest = longest_row(self.stage, encoded, longest)
+        probes = self.picture_probes() if data.has_pictures else ()
+        return self.for_rows(longest + self.stage.max_new_tokens, probes)
+
+    def for_rows(self, longest: int, probes: Sequence[Probe] = ()) -> RunParts:
+        """These parts, whose networks are made for documents of up to ``longest`` tokens."""
+        policy = self.models.policy
+        options = replace(policy.options, longest=longest, probes=probes)
+        return replace(self, models=replace(self.models, policy=replace(policy, options=options)))
+
+    def picture_probes(self) -> Sequence[Probe]:
+        """Documents with pictures, for the check of packed rows, if there are any."""
+        if self.codec.media is None or not self.data.packing:
+            return ()
+        packed = replace(self.collation, collate=collate)  # conversations, in any stage
+        padded, items = replace(packed, packing=False), self.codec.picture_probe()
+        return [Probe(packed.batch(items).read(), [padded.batch([item]).read() for item in items])]
+
+
+def collation_of(stage: Stage, codec: Codec | None = None, *, packing: bool) -> Collation:
+    """How examples become a batch; with their pictures, if ``codec`` reads any."""
+    media = None
+    if codec is not None and codec.media is not None:
+        media = replace(codec.media, make_spare=lambda: without_labels(codec.picture_probe()[0]))
+    return Collation(stage.collate, packing, media=media)
+
+
+def build_codec(recipe: Recipe, base: Path) -> Codec:
+    """Tokenizer and chat template; from here on the tokenizer contains the template in use."""
+    codec = open_codec(recipe, base)
+    if recipe.stage.uses_template:
+        folder = tokenizer_folder(recipe.model, base)
+        owner = "model" if folder == base else "adapter"
+        if folder != base:
+            logger.info("tokenizer and chat template: those beside model.adapter, %s", folder)
+        if difference := template_mismatch(codec.template, codec.tokenizer, owner):
+            logger.warning("%s", difference)
+        codec.tokenizer.chat_template = codec.template.source
+    return codec
