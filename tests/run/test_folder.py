@@ -7,20 +7,22 @@ import logging
 import os
 import threading
 import time
+from dataclasses import dataclass
 
 import pytest
 
 import ranks
 from crash.system import But, refusing
+from surefoot.checkpoint.disk.manifest import MANIFEST
 from surefoot.data.section import DataSection
 from surefoot.errors import RunError
 from surefoot.methods import Full
 from surefoot.model.section import ModelSection
 from surefoot.optim._variants.adamw import AdamW
 from surefoot.parallel.world import ALONE
-from surefoot.recipe.recipe import Recipe
+from surefoot.recipe.recipe import Recipe, dump, read
 from surefoot.run import folder as run_folder
-from surefoot.stages import SFT
+from surefoot.stages import GRPO, SFT, STAGES
 from surefoot.storage import files
 from surefoot.storage.child import LAUNCHER
 from surefoot.storage.folder_lock import lock
@@ -46,6 +48,32 @@ def why(world, folder):
             return sorted(path.name for path in folder.iterdir())
     except RunError as error:
         return str(error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mine(GRPO):
+    """A stage of a package, with the sampler of all that sample."""
+
+
+@pytest.mark.parametrize("name", ["grpo", "mine"])
+def test_the_server_of_any_stage_may_move(name, tmp_path, monkeypatch):
+    """A setting may change by what is said where it is declared, not by a list of names."""
+    monkeypatch.setitem(STAGES.own, "mine", Mine)
+    (tmp_path / "r.py").write_text("def f(completions): return [0.0] * len(completions)")
+
+    def with_stage(url, **settings):
+        stage = {"reward": f"{tmp_path}/r.py:f", "sampler": {"vllm": {"url": url}}, **settings}
+        return read({**sections, "stage": {name: stage}, "train": {"output_dir": tmp_path / "run"}})
+
+    sections = {"model": {"path": "unused"}, "data": {"datasets": ["unused"]}}
+    (tmp_path / "run" / "checkpoint-1").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoint-1" / MANIFEST).touch()
+    (tmp_path / "run" / "recipe.yaml").write_text(dump(with_stage("http://here:8000")))
+    with run_folder.opened(with_stage("http://there:8000")):
+        pass
+    another = with_stage("http://here:8000", group_size=7)
+    with pytest.raises(RunError, match=f"stage.{name}.group_size: "), run_folder.opened(another):
+        pass
 
 
 def test_two_that_see_one_folder_leave_nothing_but_the_lock(tmp_path):

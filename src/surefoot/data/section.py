@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from ..schema import must
+from ..schema import FREE, must
 from ..schema.locations import DatasetReference
 
 DEFAULT_CUTOFF = 2048  # tokens
@@ -79,7 +79,7 @@ class DataSection:
     """With interleaving: the probability of each of ``datasets``; they sum to 1."""
     max_samples: int | None = None
     """Use at most this many rows of each dataset (the first ones)."""
-    max_broken_rows: int = 10
+    max_broken_rows: Annotated[int, FREE] = 10
     """Unreadable rows are reported and skipped; more than this in one dataset stop the run."""
     template: str = "auto"
     """Chat template: ``auto`` uses the tokenizer's own, otherwise the name of a bundled one."""
@@ -110,7 +110,7 @@ class DataSection:
     """Also train on the tokens of the prompt, not only of the responses."""
     mask_history: bool = False
     """Train only on the last response of a conversation."""
-    packing: bool = True
+    packing: Annotated[bool, FREE] = True
     """Pack the examples of a micro-batch into one row, as documents that do not attend to each
     other."""
     shuffle: bool = True
@@ -123,7 +123,7 @@ class DataSection:
     first block is encoded."""
     media: MediaSection = field(default_factory=MediaSection)
     """Where the pictures of rows are, and how large they may be."""
-    cache_dir: Path | None = None
+    cache_dir: Annotated[Path | None, FREE] = None
     """Folder for encoded datasets (default: ``surefoot`` in the user's cache folder)."""
 
     def __post_init__(self) -> None:

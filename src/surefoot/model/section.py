@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
+from ..schema import FREE
+
 Recomputation = Literal["none", "selective", "full", "offload"]
 
 
@@ -34,7 +36,7 @@ class ModelSection:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights. ``auto``: trainable weights in float32, frozen ones as stored
     (float32 on a CPU)."""
-    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    attention: Annotated[Literal["auto", "sdpa", "eager", "flash_attention_2"], FREE] = "auto"
     """Attention kernel. ``auto`` takes sdpa where the architecture has it, otherwise eager. Packed
     rows on a GPU use the first of varlen, flex and sdpa that passes a self-check, which a resume
     keeps."""
@@ -47,7 +49,7 @@ class ModelSection:
     new_special_tokens: tuple[str, ...] = ()
     """Tokens to add to the vocabulary. The embeddings are resized; new rows are initialized to
     the mean of the old ones."""
-    gradient_checkpointing: Annotated[Recomputation, BeforeValidator(recomputation)] = "none"
+    gradient_checkpointing: Annotated[Recomputation, BeforeValidator(recomputation), FREE] = "none"
     """What to keep of each layer for the backward pass. ``none`` keeps all activations.
     ``selective`` keeps the results of matrix products and attention, and recomputes the rest.
     ``full`` keeps the layer's input and recomputes the layer: about a fifth slower. ``offload`` is
@@ -59,7 +61,7 @@ class ModelSection:
     router_aux_loss_coef: float | None = None
     """Weight of the loss that balances the experts of a mixture. Unset: as ``config.json`` says.
     Otherwise saved ones say it, too (``output_router_logits``)."""
-    compile: bool = False
+    compile: Annotated[bool, FREE] = False
     """Compile the layers with ``torch.compile``: faster steps after a warm-up of about a minute.
     Needs a C++ compiler."""
     float8: Literal["rowwise"] | None = None

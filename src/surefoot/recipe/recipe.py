@@ -28,6 +28,7 @@ from ..optim import OPTIMIZERS
 from ..optim.optimizer import Optimizer
 from ..parallel.section import ParallelSection
 from ..schema import (
+    FREE,
     Keys,
     Problem,
     Variants,
@@ -76,11 +77,11 @@ class Recipe:
     """How long to train, in what steps, with what logs."""
     optim: Annotated[Optimizer, Variants(OPTIMIZERS)] = OPTIMIZERS["adamw"]()
     """The optimizer and its learning rate."""
-    checkpoint: CheckpointSection = CheckpointSection()
+    checkpoint: Annotated[CheckpointSection, FREE] = CheckpointSection()
     """When to save, what to keep, what to resume from."""
-    parallel: ParallelSection = ParallelSection()
+    parallel: Annotated[ParallelSection, FREE] = ParallelSection()
     """The mesh of ranks."""
-    generate: GenerateSection = GenerateSection()
+    generate: Annotated[GenerateSection, FREE] = GenerateSection()
     """How responses are sampled."""
 
 

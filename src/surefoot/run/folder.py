@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -57,21 +57,6 @@ _HANDOVER = 1800.0  # seconds for the last save of the launch before, to a slow 
 _LAST_STEP = 10.0  # seconds; heartbeats then show whether a process of short steps still trains
 _LOOK = 1.0  # seconds between two looks at a heartbeat
 _SIGHT = 20.0  # seconds for a network disk to show a file to another machine
-# What may differ between two starts of one run: how long, what to report, keep and survive.
-LENGTH = ("train.num_epochs", "train.max_steps")
-FREE = (  # beginnings of their paths
-    *("checkpoint", "generate", "parallel"),
-    *("model.attention", "model.compile", "model.gradient_checkpointing"),
-    *("train.output_dir", "train.num_epochs", "train.max_steps", "train.micro_batch_size"),
-    *("train.on_nan", "train.max_skipped_steps", "train.report_", "train.deterministic"),
-    *("train.project", "train.run_name", "train.webhook"),
-    *("train.load_best_model_at_end", "train.cache_dir", "train.on_out_of_memory"),
-    *("train.push_to_hub", "train.hub_"),
-    *("train.log_", "train.eval_", "train.early_", "train.metric_", "train.greater_"),
-    *("data.cache_dir", "data.max_broken_rows", "data.packing"),
-    *("stage.grpo.sampler", "stage.ppo.sampler", "stage.distill.sampler"),  # it may have moved
-)
-_OF_SCHEDULES = ("train.num_epochs", "train.max_steps")  # of FREE: they change later weights
 
 
 class RunUploads(TrainerCallback, AbstractContextManager["RunUploads"]):
@@ -236,11 +221,11 @@ def _refuse_another_run(folder: RunFolder, recipe: Recipe) -> None:
                 f"{RUN_RECIPE}, so Surefoot did not write it; choose another folder"
             )
         return
-    every = changes(load(run_recipe), recipe)
+    every, free = changes(load(run_recipe), recipe), schema.changeable(recipe)
     for change in every if steps else ():
-        if change.path in LENGTH:
+        if change.path in free and free[change.path].is_schedule:
             logger.info("%s since the last start: the learning rates follow the new length", change)
-    differing = [c for c in every if not c.path.startswith(FREE)]
+    differing = [c for c in every if not _is_below(c.path, free)]
     resume = recipe.checkpoint.resume
     is_requested = _is_within(resume, place) or _is_inside(resume, folder.path)
     if differing and steps and not is_requested:
@@ -251,6 +236,10 @@ def _refuse_another_run(folder: RunFolder, recipe: Recipe) -> None:
             "Choose another folder, or resume from one of its checkpoints with "
             "checkpoint.resume=PATH in a new folder"
         )
+
+
+def _is_below(path: str, settings: Collection[str]) -> bool:
+    return any(path == each or path.startswith(f"{each}.") for each in settings)
 
 
 def _is_within(resume: str, output_dir: Path | Address) -> bool:
@@ -367,10 +356,9 @@ def _requested_checkpoint(resume: str, folder: RunFolder, recipe: Recipe) -> Pat
 
 def lineage_of(recipe: Recipe) -> str:
     """A hash of the settings on which the weights after a number of steps depend."""
+    free = [path for path, may in schema.changeable(recipe).items() if not may.is_schedule]
     settings = {
-        path: value
-        for path, value in _flat(schema.write(recipe), ())
-        if path.startswith(_OF_SCHEDULES) or not path.startswith(FREE)
+        path: value for path, value in _flat(schema.write(recipe), ()) if not _is_below(path, free)
     }
     return digest(json.dumps(settings, sort_keys=True, default=str).encode())
 

@@ -8,10 +8,13 @@ declared as ``Annotated[Protocol, Variants(CHOICES)]`` and written ``name`` or
 from ._problem import Problem, dotted, must
 from ._reading import expand, json_schema, read, recipe_error, write, write_setting
 from ._setting import (
+    FREE,
     Keys,
+    MayChange,
     Setting,
     Unset,
     Variants,
+    changeable,
     describe,
     is_section,
     is_text,
@@ -23,11 +26,14 @@ from ._setting import (
 )
 
 __all__ = [
+    "FREE",
     "Keys",
+    "MayChange",
     "Problem",
     "Setting",
     "Unset",
     "Variants",
+    "changeable",
     "describe",
     "dotted",
     "expand",

@@ -13,7 +13,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal, TypeVar, Union
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -22,6 +22,7 @@ from ..errors import RecipeError
 from ..storage.remote import Address
 from .locations import DatasetReference, FunctionPath, ModelPath
 
+T = TypeVar("T")
 Keys = tuple[str | int, ...]  # the way to a value: section, variant, field, index in a list
 
 
@@ -59,6 +60,16 @@ class Variants:
 
 
 @dataclass(frozen=True)
+class MayChange:
+    """Marks a setting that may differ between two starts of one run, with all that is below it."""
+
+    is_schedule: bool = False  # whether weights of later steps depend on it
+
+
+FREE = MayChange()
+
+
+@dataclass(frozen=True)
 class Setting:
     """One field of a section, for readers, writers and the reference pages."""
 
@@ -69,6 +80,7 @@ class Setting:
     choices: Mapping[str, type] | None = None  # set if it holds a variant
     each: Variants | None = None  # set if it holds a list of variants
     section: type | None = None  # set if it holds a section
+    may_change: MayChange | None = None  # set if it may differ when a run is resumed
 
     @property
     def doc(self) -> str:
@@ -132,18 +144,20 @@ def _setting(field: dataclasses.Field[Any], hint: object, owner: type) -> Settin
     default = field.default
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
-    if (variants := _variants(hint)) is not None:
-        return Setting(field.name, hint, default, owner, choices=variants.choices)
-    if typing.get_origin(hint) is tuple and (each := _variants(typing.get_args(hint)[0])):
-        return Setting(field.name, hint, default, owner, each=each)
+    free = _mark(hint, MayChange)
+    if (variants := _mark(hint, Variants)) is not None:
+        choices = variants.choices
+        return Setting(field.name, hint, default, owner, choices=choices, may_change=free)
+    if typing.get_origin(hint) is tuple and (each := _mark(typing.get_args(hint)[0], Variants)):
+        return Setting(field.name, hint, default, owner, each=each, may_change=free)
     if typing.get_origin(hint) is Annotated:
         hint = typing.get_args(hint)[0]
     section = hint if isinstance(hint, type) and dataclasses.is_dataclass(hint) else None
-    return Setting(field.name, hint, default, owner, section=section)
+    return Setting(field.name, hint, default, owner, section=section, may_change=free)
 
 
-def _variants(hint: object) -> Variants | None:
-    return next((m for m in getattr(hint, "__metadata__", ()) if isinstance(m, Variants)), None)
+def _mark(hint: object, kind: type[T]) -> T | None:
+    return next((m for m in getattr(hint, "__metadata__", ()) if isinstance(m, kind)), None)
 
 
 @functools.cache  # reading sources takes a third of a second: only what shows them pays it
@@ -243,6 +257,21 @@ def variant_name(choices: Mapping[str, type], value: object) -> str:
         f"{type(value).__name__} is no class that a recipe has a name for (there are "
         f"{', '.join(choices)}); give callbacks and parts of your own to surefoot.train"
     )
+
+
+def changeable(section: object, path: tuple[str, ...] = ()) -> dict[str, MayChange]:
+    """The dotted paths in ``section`` at which a resumed run may have other values, there and
+    below."""
+    cls: type = type(section)
+    free: dict[str, MayChange] = {}
+    for name, setting in settings(cls).items():
+        value, here = getattr(section, name), (*path, name)
+        if setting.may_change is not None:
+            free[".".join(here)] = setting.may_change
+        elif is_section(value):
+            variant = (variant_name(setting.choices, value),) if setting.choices else ()
+            free |= changeable(value, (*here, *variant))
+    return free
 
 
 def paths(cls: type) -> tuple[Keys, ...]:

@@ -15,7 +15,7 @@ from ..data.text.collation import collate, num_trained, with_token_columns
 from ..generate.section import GenerateSection, sampling
 from ..generate.servers import SAMPLERS, Engine, Sampler
 from ..parallel.section import ParallelSection
-from ..schema import Problem, Variants, must
+from ..schema import FREE, Problem, Variants, must
 from ..schema.locations import ModelPath
 from ..training.stage import AuxiliaryModel, Prepared, Stage, StageContext
 from ._rules import check_sampler, check_temperature, must_not_shard
@@ -64,7 +64,7 @@ class Distill(Stage):
     """Temperature with which the student samples its responses."""
     sampling_batch_size: int = 32
     """Prompts per batch of one rank when the engine samples responses."""
-    sampler: Annotated[Sampler, Variants(SAMPLERS)] = Engine()
+    sampler: Annotated[Sampler, Variants(SAMPLERS), FREE] = Engine()
     """Where responses are sampled in training: by Surefoot's own ``engine``, or by a server
     (``vllm``, ``sglang``, ``openai``), which gets the weights after each update.
     """

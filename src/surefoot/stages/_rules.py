@@ -11,7 +11,7 @@ from ..data.section import DataSection
 from ..generate.section import LEAST_TEMPERATURE, GenerateSection, sampling
 from ..generate.servers import SAMPLERS, Engine, Sampler
 from ..parallel.section import ParallelSection
-from ..schema import Problem, Variants, must
+from ..schema import FREE, Problem, Variants, must
 from ..schema.locations import ModelPath
 from ..training.rewards import OF_TEXT, REWARDS, Reward
 from ..training.rollout import encode_prompts
@@ -86,7 +86,7 @@ class OnPolicy(Stage):
     """Temperature of sampling, and of the probabilities that are trained."""
     sampling_batch_size: int = USUAL_BATCH
     """Prompts per batch of one rank when the engine samples responses."""
-    sampler: Annotated[Sampler, Variants(SAMPLERS)] = Engine()
+    sampler: Annotated[Sampler, Variants(SAMPLERS), FREE] = Engine()
     """Where responses are sampled in training: by Surefoot's own ``engine``, or by a server
     (``vllm``, ``sglang``, ``openai``), which gets the weights after each update.
     """

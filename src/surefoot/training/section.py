@@ -12,7 +12,7 @@ from pydantic import BeforeValidator
 from ..checkpoint.disk.retention import more_is_better
 from ..errors import RecipeError
 from ..extensions import Extended
-from ..schema import Unset, Variants, must
+from ..schema import FREE, MayChange, Unset, Variants, must
 from ..storage.remote import Address, default_cache, is_repository_name
 
 _HALF_A_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(/|$)")  # as a path, s3:// has lost a slash
@@ -34,22 +34,22 @@ def _trackers(names: object) -> object:
 class TrainSection:
     """How long to train, in what steps, and what to log on the way."""
 
-    output_dir: Address | Path  # a URL first: any text is a path
+    output_dir: Annotated[Address | Path, FREE]  # a URL first: any text is a path
     """Folder of the run: checkpoints, ``metrics.jsonl``, ``recipe.yaml``. Relative to the current
     folder; or the URL of a folder in a store (``s3://bucket/run``, ``gs://…``)."""
-    cache_dir: Path | None = None
+    cache_dir: Annotated[Path | None, FREE] = None
     """The local folder of runs with a URL; unset, ``surefoot/runs`` in the user's cache folder
     (``XDG_CACHE_HOME``, or ``~/.cache``).
     """
-    num_epochs: float = 3.0
+    num_epochs: Annotated[float, MayChange(is_schedule=True)] = 3.0
     """Passes over the training examples; ``max_steps`` has precedence."""
-    max_steps: int | None = None
+    max_steps: Annotated[int | None, MayChange(is_schedule=True)] = None
     """Optimizer steps to train for."""
     global_batch_size: int = Unset(16)
     """Examples per optimizer step, over all ranks and micro-batches; unset, enlarged if it does not
     divide among the ranks.
     """
-    micro_batch_size: int | Literal["auto"] = Unset(4)
+    micro_batch_size: Annotated[int | Literal["auto"], FREE] = Unset(4)
     """Examples per micro-batch of one rank, on average: the examples of a step are assigned by
     length, so that all micro-batches are about equally large. Unset, reduced if the global batch
     does not divide. ``auto``: the most that fit in memory according to ``surefoot plan``, chosen
@@ -61,73 +61,73 @@ class TrainSection:
     """Precision of forward and backward. ``auto``: bf16 on a GPU that supports it, otherwise
     fp32.
     """
-    deterministic: bool = True
+    deterministic: Annotated[bool, FREE] = True
     """Use only deterministic kernels. With it, a resume on a machine like it is bitwise exact."""
     max_grad_norm: float = 1.0
     """Clip the global gradient norm to this; 0 turns clipping off."""
-    on_nan: Literal["stop", "skip", "rollback"] = "stop"
+    on_nan: Annotated[Literal["stop", "skip", "rollback"], FREE] = "stop"
     """When a loss or gradient is NaN or infinite: stop, skip the step, or roll back to the
     latest checkpoint and skip the batch. A run that has skipped any ends with exit code 3.
     """
-    on_out_of_memory: Literal["split", "stop"] = "split"
+    on_out_of_memory: Annotated[Literal["split", "stop"], FREE] = "split"
     """When a step does not fit in memory: split it into smaller micro-batches, repeat it and
     continue with that size (on a mesh, all ranks start again with it), or stop.
     """
-    max_skipped_steps: int = 10
+    max_skipped_steps: Annotated[int, FREE] = 10
     """With ``on_nan: skip``, stop the run at more skipped steps than this, counted from its
     start."""
-    log_steps: int | None = 10
+    log_steps: Annotated[int | None, FREE] = 10
     """Log every this many steps."""
-    log_minutes: float | None = None
+    log_minutes: Annotated[float | None, FREE] = None
     """Log every this many minutes."""
-    log_epoch: bool = False
+    log_epoch: Annotated[bool, FREE] = False
     """Log at the end of every epoch."""
-    eval_steps: int | None = None
+    eval_steps: Annotated[int | None, FREE] = None
     """Evaluate every this many steps."""
-    eval_minutes: float | None = None
+    eval_minutes: Annotated[float | None, FREE] = None
     """Evaluate every this many minutes."""
-    eval_epoch: bool = False
+    eval_epoch: Annotated[bool, FREE] = False
     """Evaluate at the end of every epoch."""
-    metric_for_best_model: str = "eval_loss"
+    metric_for_best_model: Annotated[str, FREE] = "eval_loss"
     """Metric by which the best checkpoint is chosen."""
-    greater_is_better: bool | None = None
+    greater_is_better: Annotated[bool | None, FREE] = None
     """Whether greater values of that metric are better; unset, they are unless its name ends in
     ``loss`` or ``perplexity``.
     """
-    load_best_model_at_end: bool = False
+    load_best_model_at_end: Annotated[bool, FREE] = False
     """End with the weights of the best checkpoint; evaluated steps are then always saved."""
-    early_stopping_patience: int | None = None
+    early_stopping_patience: Annotated[int | None, FREE] = None
     """Stop after this many evaluations without a better metric."""
-    early_stopping_threshold: float = 0.0
+    early_stopping_threshold: Annotated[float, FREE] = 0.0
     """By how much a metric must be better to count for early stopping."""
     callbacks: tuple[Annotated[object, Variants(CALLBACKS)], ...] = ()
     """Callbacks that installed plugins add, called after those of Surefoot; ``surefoot plugins``
     lists them."""
-    report_to: Annotated[tuple[TrackerName, ...], BeforeValidator(_trackers)] = ()
+    report_to: Annotated[tuple[TrackerName, ...], BeforeValidator(_trackers), FREE] = ()
     """Trackers in addition to ``metrics.jsonl``. ``wandb`` needs
     ``pip install 'surefoot[wandb]'``, and so on; ``none`` is the same as none of them.
     """
-    report_offline: bool = False
+    report_offline: Annotated[bool, FREE] = False
     """Trackers write files only, and send nothing."""
-    project: str | None = None
+    project: Annotated[str | None, FREE] = None
     """Project of the run in trackers; unset, what the tracker's own environment variable says
     (``WANDB_PROJECT``, ``MLFLOW_EXPERIMENT_NAME`` …), or surefoot."""
-    run_name: str | None = None
+    run_name: Annotated[str | None, FREE] = None
     """Name of the run in trackers and messages; unset, that of its folder."""
-    webhook: str | None = None
+    webhook: Annotated[str | None, FREE] = None
     """Name of the environment variable with the URL to which a message is sent when a launch ends
     or fails, when its process dies, and at the first NaN. The URL is a secret, so it is not part of
     a recipe."""
 
-    push_to_hub: str | None = None
+    push_to_hub: Annotated[str | None, FREE] = None
     """Repository on Hugging Face, ``owner/name``, to which the run is uploaded in the background;
     see ``surefoot push``. A failure is reported, and does not stop the run.
     """
-    hub_strategy: Literal["end", "every_save", "all_checkpoints"] = "end"
+    hub_strategy: Annotated[Literal["end", "every_save", "all_checkpoints"], FREE] = "end"
     """When to upload: the result at the end of the run; after every save; or after every save with
     all checkpoints and their states.
     """
-    hub_private_repo: bool = True
+    hub_private_repo: Annotated[bool, FREE] = True
     """Create that repository as a private one."""
 
     def __post_init__(self) -> None:
