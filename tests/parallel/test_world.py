@@ -1,11 +1,13 @@
 """Who this process is, and what a recipe's axes make of so many processes."""
 
 import logging
+import math
 import os
 import time
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 
 import commands
@@ -13,6 +15,7 @@ import ranks
 from surefoot import log
 from surefoot.errors import LostPeerError, RecipeError, RunError
 from surefoot.parallel.section import ParallelSection, launched, name_ranks
+from surefoot.parallel.sharding import AXES
 from surefoot.parallel.world import ALONE, World, connected, gpu_of, joined
 from surefoot.recipe.recipe import read
 
@@ -138,18 +141,35 @@ def test_the_timeout_of_older_recipes_is_the_default_or_names_the_key_of_today()
         read({**old, "parallel": {"timeout": "soon"}})
 
 
+def placed(rank, *shape, names=AXES):
+    """A rank of a mesh, without a process group."""
+    place = [int(n) for n in np.unravel_index(rank, shape)]
+    mesh = SimpleNamespace(shape=shape, mesh_dim_names=names, get_coordinate=lambda: place)
+    return World(rank, math.prod(shape), mesh)
+
+
 def test_those_who_work_on_the_same_examples_have_one_share_of_them():
     for rank in range(8):
-        world = World(rank, 8, SimpleNamespace(shape=(1, 2, 2, 2)))
+        world = placed(rank, 1, 2, 2, 2)
         assert (world.data_rank, world.num_data_ranks, world.tp) == (rank // 2, 4, 2)
-        world = World(rank, 8, SimpleNamespace(shape=(2, 1, 2, 2)))
+        world = placed(rank, 2, 1, 2, 2)
         assert (world.data_rank, world.num_data_ranks) == (rank % 4 // 2, 2)
         assert (world.pp_rank, world.pp) == (rank // 4, 2)
     assert (ALONE.data_rank, ALONE.num_data_ranks, ALONE.tp, ALONE.pp) == (0, 1, 1, 1)
 
 
+def test_no_answer_depends_on_the_order_of_the_axes():
+    """Also of one more, along which ranks see the same examples."""
+    names, shape = ("tp", "dp_shard", "cp", "pp", "dp_replicate"), (2, 2, 2, 1, 2)
+    worlds = [placed(rank, *shape, names=names) for rank in range(16)]
+    shares = {(w.rank_along("tp"), w.rank_along("cp"), w.data_rank) for w in worlds}
+    assert len(shares) == 16
+    assert {world.num_data_ranks for world in worlds} == {4}
+    assert {world.data_rank for world in worlds} == {0, 1, 2, 3}
+
+
 def test_no_two_layers_and_shares_draw_the_same_numbers_but_parts_of_one_matrix():
-    worlds = [World(rank, 8, SimpleNamespace(shape=(2, 1, 2, 2))) for rank in range(8)]
+    worlds = [placed(rank, 2, 1, 2, 2) for rank in range(8)]
     assert [worlds[i].draws == worlds[i + 1].draws for i in range(0, 8, 2)] == [True] * 4
     assert len({world.draws for world in worlds}) == 4
 

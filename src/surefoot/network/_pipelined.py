@@ -25,7 +25,7 @@ from ..parallel.sharded_model import gather_nothing, reduce_gradients
 from ..parallel.sharding import Cuts
 from ..parallel.tensor_parallel import placed, widened
 from ..parallel.tp_plan import LayerRange
-from ..parallel.world import Axis, MeshAxis, World
+from ..parallel.world import Axis, World
 from .method import UnshardedWeights, Weights
 
 
@@ -191,5 +191,5 @@ def to_pipeline(
         learns,
         next((name for name, p in here.items() if p is shared), None),
         world,
-        MeshAxis(world.mesh["tp"]) if section.sequence_parallel else None,
+        world.along("tp") if section.sequence_parallel else None,
     )

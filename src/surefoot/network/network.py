@@ -130,8 +130,8 @@ class Network:
         """The prompts that this rank answers: those of the ranks that run in step with it."""
         world = self.world
         if self.options.only_generates:
-            count = world.axes.get("dp_replicate", 1)
-            return ReplicaShare(world.rank // (world.size // count), count)
+            axis = "dp_replicate"
+            return ReplicaShare(world.rank_along(axis), world.size_along(axis))
         return ReplicaShare(world.data_rank, world.num_data_ranks)
 
     @contextmanager

@@ -376,9 +376,7 @@ class Links:
 
 def pipelines(world: World) -> list[list[int]]:
     """The ranks of each pipeline."""
-    assert world.mesh is not None
-    rows: list[list[int]] = world.mesh.mesh.flatten(1).T.tolist()
-    return rows
+    return world.rows_along("pp")
 
 
 def connect(world: World, *, num_parts: int, device: torch.device) -> Links:

@@ -28,7 +28,7 @@ from .section import ParallelSection, launched
 from .sharding import DATA_AXES, AxisShard, Cuts
 from .tensor_parallel import AXIS, cut_tensors
 from .tp_plan import LayerRange, cuts_vocabulary
-from .world import MeshAxis, World, local
+from .world import World, local
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,7 +61,7 @@ def shard(
     if world.tp > 1:
         stretches = stages or [LayerRange(layers(inner))]
         between = stretches if section.sequence_parallel else ()
-        cut = cut_tensors(inner, MeshAxis(world.mesh["tp"]), between)
+        cut = cut_tensors(inner, world.along("tp"), between)
     cuts: dict[str, Cuts] = {
         name: (*cut.get(p, ()), AxisShard("dp_shard", 0)) for name, p in model.named_parameters()
     }
@@ -130,9 +130,9 @@ def shard_for_generation(
     if world.mesh is None:
         return {}
     model.requires_grad_(False)  # so that an adapter may have another type than its base
-    along_tp = cut_tensors(model, MeshAxis(world.mesh[AXIS])) if world.tp > 1 else {}
+    along_tp = cut_tensors(model, world.along(AXIS)) if world.tp > 1 else {}
     cuts: dict[str, Cuts] = {n: along_tp.get(p, ()) for n, p in model.named_parameters()}
-    axes = [axis for axis in (AXIS, "dp_shard") if world.axes[axis] > 1]
+    axes = [axis for axis in (AXIS, "dp_shard") if world.size_along(axis) > 1]
     model.get_output_embeddings().forward = _full_logits(model, world, axes)
     if "dp_shard" in axes:
         cuts = {name: (*tp_cuts, AxisShard("dp_shard", 0)) for name, tp_cuts in cuts.items()}  # type: ignore[misc]
@@ -175,7 +175,7 @@ def _full_logits(
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = own_forward(hidden)
         if is_cut:
-            logits = gather_from_tp_region(logits, MeshAxis(mesh[AXIS]), size)
+            logits = gather_from_tp_region(logits, world.along(AXIS), size)
         for axis in shared:  # ranks that sampled other tokens would wait for each other forever
             logits = logits.contiguous()
             dist.broadcast(logits, group=mesh[axis].get_group(), group_src=0)

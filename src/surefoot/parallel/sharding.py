@@ -87,10 +87,10 @@ def _seen(
     return inside[num_left_out:], tuple(lengths[num_left_out:])
 
 
-# The axes of a run's ranks, the outermost first. To add one: name it here, give it a size in
-# ``ParallelSection``, and say in ``World`` whether its ranks see other examples.
+# The axes of a run's ranks, the outermost first; nothing else depends on their order. To add one:
+# name it here, and give it a size in ``ParallelSection``.
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
-DATA_AXES = AXES[1:3]  # along these, ranks see other examples
+DATA_AXES = ("dp_replicate", "dp_shard")  # along these, ranks see other examples
 _CUTS = (AxisShard("tp", 0), AxisShard("dp_shard", 0))
 _MOST = 65_536  # processes: their folders have five digits
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from ._collectives import part, reduce_from_tp_region
 from .tp_plan import cuts_vocabulary
-from .world import Axis, MeshAxis, World
+from .world import Axis, World
 
 if TYPE_CHECKING:  # half of all imports, and here only a name
     from transformers import PreTrainedModel
@@ -28,9 +28,7 @@ def cut_vocabulary(model: PreTrainedModel, world: World) -> VocabParallelLogits 
     """The vocabulary of ``model`` as it is sharded over ``world``; None if it is not."""
     if world.mesh is None or world.tp == 1 or not cuts_vocabulary(model):
         return None
-    return VocabParallelLogits(
-        MeshAxis(world.mesh["tp"]), model.config.get_text_config().vocab_size
-    )
+    return VocabParallelLogits(world.along("tp"), model.config.get_text_config().vocab_size)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import re
 import signal
@@ -26,7 +27,7 @@ from ..storage.child import LAUNCHER
 from ..storage.memory import allocator_message, is_out_of_memory
 from .progress import Progress
 from .section import ParallelSection, launched, name_ranks
-from .sharding import AXES
+from .sharding import DATA_AXES
 
 _PLACE = re.compile(r"^\[[^]]*\.cc:\d+\] ")
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
@@ -64,34 +65,58 @@ class World:
     @property
     def axes(self) -> dict[str, int]:
         """The size of every axis of the mesh."""
-        if self.mesh is None:
-            return {}
-        return dict(zip(AXES, self.mesh.shape, strict=True))
+        names = () if self.mesh is None else self.mesh.mesh_dim_names or ()
+        return {} if self.mesh is None else dict(zip(names, self.mesh.shape, strict=True))
+
+    def size_along(self, *axes: str) -> int:
+        """The number of ranks along ``axes``."""
+        return math.prod(self.axes.get(axis, 1) for axis in axes)
+
+    def rank_along(self, *axes: str) -> int:
+        """The position of this rank among those along ``axes``, the first of which is outermost."""
+        coordinates = () if self.mesh is None else tuple(self.mesh.get_coordinate() or ())
+        place = dict(zip(self.axes, coordinates, strict=True))
+        position = 0
+        for axis in axes:
+            position = position * self.size_along(axis) + place.get(axis, 0)
+        return position
+
+    def along(self, axis: str) -> MeshAxis:
+        """The ranks along an axis, which communicate with this one."""
+        assert self.mesh is not None
+        return MeshAxis(self.mesh[axis])
+
+    def rows_along(self, axis: str) -> list[list[int]]:
+        """All ranks, those together that differ along ``axis`` only."""
+        assert self.mesh is not None
+        by_axis = self.mesh.mesh.movedim([*self.axes].index(axis), -1)
+        rows: list[list[int]] = by_axis.flatten(end_dim=-2).tolist()
+        return rows
 
     @property
     def tp(self) -> int:
         """The number of ranks over which every matrix is sharded."""
-        return self.axes.get("tp", 1)
+        return self.size_along("tp")
 
     @property
     def pp(self) -> int:
         """The number of ranks over which the layers are divided."""
-        return self.axes.get("pp", 1)
+        return self.size_along("pp")
 
     @property
     def pp_rank(self) -> int:
         """The position of this rank among these."""
-        return self.rank // (self.size // self.pp)  # pp is the outermost axis
+        return self.rank_along("pp")
 
     @property
     def data_rank(self) -> int:
         """Which share of the examples belongs to this rank."""
-        return self.rank % (self.size // self.pp) // self.tp  # tp is the innermost axis
+        return self.rank_along(*DATA_AXES)
 
     @property
     def num_data_ranks(self) -> int:
         """The number of shares into which the examples are divided."""
-        return self.size // self.pp // self.tp
+        return self.size_along(*DATA_AXES)
 
     @property
     def num_local_ranks(self) -> int:
@@ -101,7 +126,7 @@ class World:
     @property
     def has_replicas_only(self) -> bool:
         """Whether there are several ranks, and each has all weights."""
-        return self.size > 1 and self.axes["dp_replicate"] == self.size
+        return self.size > 1 and self.size_along("dp_replicate") == self.size
 
     @property
     def draws(self) -> tuple[int, ...]:
@@ -116,7 +141,7 @@ class World:
 
     def summed(self, values: torch.Tensor) -> torch.Tensor:
         """The same for values on a device, without waiting for them."""
-        counts = self.pp_rank == 0 and self.rank % self.tp == 0
+        counts = all(self.rank_along(axis) == 0 for axis in self.axes if axis not in DATA_AXES)
         return self._reduced(values if counts else torch.zeros_like(values), dist.ReduceOp.SUM)
 
     def totals(self, values: torch.Tensor) -> torch.Tensor:
@@ -272,7 +297,8 @@ def connected(section: ParallelSection, rank: int, size: int, local: int = 0) ->
                     world_size=size,
                     timeout=timedelta(minutes=section.join_minutes),
                 )
-            mesh = init_device_mesh(kind, tuple(section.axes(size).values()), mesh_dim_names=AXES)
+            axes = section.axes(size)
+            mesh = init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
             # What one rank does for all may take hours; the timeout of the other group is there to
             # find ranks that hang (docs/decisions/0030).
             patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
