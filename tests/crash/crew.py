@@ -27,8 +27,8 @@ import forks
 from checkpoint.sample import blank, same_states, sample_states, tree_bytes
 from surefoot.checkpoint.disk.commit import committed
 from surefoot.checkpoint.loading import load
+from surefoot.checkpoint.saving import _joint as joint
 from surefoot.checkpoint.saving import _writer_process as writer_process
-from surefoot.checkpoint.saving import _writing as writing
 from surefoot.checkpoint.saving._writer_process import Background
 from surefoot.checkpoint.saving.preparation import WriterGroup, prepare, save
 from surefoot.checkpoint.verification import find_latest, recover_latest
@@ -310,7 +310,7 @@ def at_moments(start, target, crew):
 
 def main(what, crew, stride, target):
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans are waited for here
-    writing._LAST_CHANCE, writing._PATIENCE = 0.5, 20.0
+    joint._LAST_CHANCE, joint._PATIENCE = 0.5, 20.0
     start = target / "start"
     for step in (1, 2):
         save(start, step, states(step))

@@ -14,7 +14,7 @@ from surefoot.checkpoint.disk.commit import clean, committed
 from surefoot.checkpoint.disk.manifest import STATE
 from surefoot.checkpoint.disk.tensorfile import plan_save
 from surefoot.checkpoint.layouts.opening import open_folder
-from surefoot.checkpoint.saving import _writing as writing
+from surefoot.checkpoint.saving import _joint as joint
 from surefoot.checkpoint.saving._snapshot_buffer import FileImages, SnapshotBuffer, image_of, places
 from surefoot.checkpoint.saving._writer_process import take
 from surefoot.checkpoint.saving._writing import Job, Shard, WriteShare, write
@@ -190,7 +190,7 @@ def end_of(pid):
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_all_or_nothing_is_there_when_one_dies_wherever_it_is(rank, calls, tmp_path, monkeypatch):
     """One is killed at a call to the operating system; the others end by themselves."""
-    monkeypatch.setattr(writing, "_PATIENCE", 1.0)
+    monkeypatch.setattr(joint, "_PATIENCE", 1.0)
     for number in [calls] if calls else range(1, 100):
         root = tmp_path / str(number)
         root.mkdir()

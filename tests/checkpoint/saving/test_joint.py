@@ -16,6 +16,7 @@ from surefoot.checkpoint.disk.commit import committed
 from surefoot.checkpoint.disk.manifest import STATE
 from surefoot.checkpoint.disk.tensorfile import plan_save
 from surefoot.checkpoint.layouts.opening import open_folder
+from surefoot.checkpoint.saving import _joint as joint
 from surefoot.checkpoint.saving import _writing as writing
 from surefoot.checkpoint.saving._writing import Job, Shard, write
 from surefoot.checkpoint.saving.preparation import LiveTensors
@@ -106,10 +107,10 @@ def test_the_first_does_not_commit_before_the_last_has_reported(tmp_path):
 
 def test_an_error_of_another_process_is_told_by_the_first(tmp_path):
     def fails(root):
-        def act(folder):
-            raise OSError(errno.ENOSPC, "No space left on device", str(folder / "x"))
+        def act():
+            raise OSError(errno.ENOSPC, "No space left on device", str(root / "x"))
 
-        writing.write_own_part(job(root, 2)[0], act, lambda: False)
+        writing.write_own_part(writing.meeting_of(job(root, 2)[0], lambda: False), act)
 
     threads = others(tmp_path, fault=fails)
     with pytest.raises(CheckpointError, match=r"rank 2: .*the disk is full"):
@@ -125,9 +126,9 @@ from pathlib import Path
 sys.path[:0] = sys.argv[2:]
 from checkpoint.saving.test_joint import job
 from surefoot.checkpoint.saving import _writing as writing
-def act(folder):
+def act():
     os._exit(9)
-writing.write_own_part(job(Path(sys.argv[1]), 2)[0], act, lambda: False)
+writing.write_own_part(writing.meeting_of(job(Path(sys.argv[1]), 2)[0], lambda: False), act)
 """
 
 
@@ -146,7 +147,7 @@ def test_a_process_that_dies_in_the_middle_is_noticed_by_its_lock(tmp_path):
 def test_one_that_never_begins_is_not_waited_for_when_all_that_train_are_dead(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(writing, "_LAST_CHANCE", 0.2)
+    monkeypatch.setattr(joint, "_LAST_CHANCE", 0.2)
     threads = others(tmp_path, ranks=(1,))
     with pytest.raises(CheckpointError, match="rank 2 did not start to save"):
         write(*job(tmp_path, 0), is_orphan=lambda: True)
@@ -155,7 +156,7 @@ def test_one_that_never_begins_is_not_waited_for_when_all_that_train_are_dead(
 
 
 def test_a_folder_that_another_machine_does_not_see_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(writing, "_PATIENCE", 0.1)
+    monkeypatch.setattr(joint, "_PATIENCE", 0.1)
     with pytest.raises(CheckpointError, match=r"all machines must share train\.output_dir"):
         write(*job(tmp_path / "elsewhere", 1))
 
@@ -166,7 +167,8 @@ def test_a_report_is_never_half_read(tmp_path):
     with files.create(path) as report:
         report.lock()
         done = []
-        wait = partial(writing._wait_for, partial(writing._look, path, 1), 1, lambda: False)
+        meeting = writing.meeting_of(job(tmp_path, 0)[0], lambda: False)
+        wait = partial(meeting._wait_for, partial(joint._look, path, 1), 1)
         thread = threading.Thread(target=lambda: done.append(wait()))
         thread.start()
         time.sleep(0.1)

@@ -5,32 +5,25 @@ tenth of a second.
 The bytes of tensors come from a ``Content``: live tensors (``preparation``), or the
 ``snapshot_buffer``. Files that would equal the parent's are not written again.
 
-In a joint save every rank writes its own boxes and a report file; rank 0 waits for all reports and
+In a joint save every rank writes its own boxes and a report; rank 0 waits for all reports and
 commits. Each rank writes files of its own, or its part of shared files. Rank 0 creates shared
-files, and then lets the others start (``.begin.json``). Before that, they may have reported which
-files differ from the parent checkpoint.
-
-A report, ``.rank_00003.json`` in the temporary folder, is locked by its writer until it is
-complete. So rank 0 can distinguish a rank that still writes from one that died, whatever machine it
-ran on; the others watch rank 0 by the lock of the manifest. If any rank fails or dies, the attempt
-has failed for all, and each of them makes another one, in another folder.
+files, and then lets the others start. Before that, they may have reported which files differ from
+the parent checkpoint. How the ranks communicate: ``_joint``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 from ...errors import CheckpointError, explain
 from ...parallel.sharding import Box
 from ...storage import files
-from ..disk.commit import delete, part_of, refuse_existing, step_of, temporary_folder
+from ..disk.commit import delete, refuse_existing, step_of, temporary_folder
 from ..disk.folder import CheckpointFolder, open_checkpoint
 from ..disk.manifest import (
     MANIFEST,
@@ -45,6 +38,7 @@ from ..disk.manifest import (
 )
 from ..disk.retention import pinned
 from ..disk.tensorfile import FilePlan, explained
+from ._joint import Meeting, Report, SharedFolder
 
 MOST_ATTEMPTS = 2  # to write a job of which a process was killed, or one that several write
 
@@ -111,6 +105,28 @@ class Job:
         return None if self.nonce is None else f"{self.nonce}{attempt:x}"
 
 
+@dataclass
+class Written:
+    """The content of the folder so far."""
+
+    files: dict[str, int] = field(default_factory=dict)
+    hashes: dict[str, str] = field(default_factory=dict)
+    pieces: list[Piece] = field(default_factory=list)
+    num_shared: int = 0
+
+    @property
+    def report(self) -> Report:
+        """As rank 0 reads it."""
+        return {**vars(self), "pieces": [dump_piece(piece) for piece in self.pieces]}
+
+    def add(self, report: Report, where: str) -> None:
+        """Add what another rank has written."""
+        self.files |= report["files"]
+        self.hashes |= report["hashes"]
+        self.pieces += [parse_piece(piece, where) for piece in report["pieces"]]
+        self.num_shared += report["num_shared"]
+
+
 class Content(Protocol):
     """The bytes of a job's tensors."""
 
@@ -151,12 +167,11 @@ def write(
     """
     began = time.monotonic()
     target = job.target
-    # The ranks talk through the folder alone, by files and their locks: a process group would die
-    # with those that train, and a save must not (docs/decisions/0021).
-    if job.rank > 0:
+    meeting = meeting_of(job, is_orphan)
+    if meeting is not None and job.rank > 0:
         with files.raising(CheckpointError, f"cannot save {target}"):
             num_bytes, is_committed = write_own_part(
-                job, lambda path: write_files(job, content, path), is_orphan
+                meeting, lambda: write_files(job, content, meeting.folder, meeting)
             )
         seconds = time.monotonic() - began
         return Saved(target, num_bytes, 0, seconds, is_committed=is_committed)
@@ -169,11 +184,12 @@ def write(
         with temporary_folder(target, job.nonce_of(job.attempt)) as part:
             if started is not None:
                 started()
-            if job.nonce is not None:  # the others learn that the folder exists and is locked
-                files.create(part.folder / _REPORT.format(0)).close()
-            written = write_files(job, content, part.folder, is_orphan)
-            if job.nonce is not None:  # others write their part
-                gather(job, part.folder, written, is_orphan)
+            if meeting is not None:
+                meeting.announce()
+            written = write_files(job, content, part.folder, meeting)
+            if meeting is not None:  # others write their part
+                for rank, report in enumerate(meeting.reports(), 1):
+                    written.add(report, f"report of rank {rank}")
                 # Reports come from other machines: what all have
                 # written must cover each tensor once.
                 check_consistent(manifest_of(job, written), str(target))
@@ -236,8 +252,37 @@ def _forget(job: Job) -> str | None:
     return None
 
 
+def meeting_of(job: Job, is_orphan: Callable[[], bool]) -> SharedFolder | None:
+    """Where the ranks of ``job`` meet; None if one writes alone."""
+    nonces = [job.nonce_of(attempt) for attempt in range(job.attempt + 2)]
+    agreed = [nonce for nonce in nonces if nonce is not None]
+    if not agreed:
+        return None
+    return SharedFolder(job.target, agreed, job.attempt, job.rank, job.world_size, is_orphan)
+
+
+def write_own_part(meeting: Meeting, write_files: Callable[[], Written]) -> tuple[int, bool]:
+    """Write and report the files of a rank other than 0; the bytes, and if they are committed."""
+    num_bytes = 0
+
+    def work() -> Report:
+        nonlocal num_bytes
+        try:
+            written = write_files()
+        except OSError as error:
+            return {"error": explain(error)}
+        except CheckpointError as error:
+            return {"error": str(error)}
+        num_bytes = sum(piece.num_bytes for piece in written.pieces)
+        return written.report
+
+    if meeting.join():
+        meeting.report(work)
+    return num_bytes, meeting.ended()
+
+
 def write_files(
-    job: Job, content: Content, folder: Path, is_orphan: Callable[[], bool] = lambda: False
+    job: Job, content: Content, folder: Path, meeting: Meeting | None = None
 ) -> Written:
     """Write and flush all files except the manifest. Space for the large ones is reserved first,
     so that a full disk is found before the first byte is written.
@@ -267,21 +312,20 @@ def write_files(
 
     whole_files = [shard for shard in job.shards if shard.share is None and not link(shard)]
     joint_files = [shard for shard in job.shards if shard.share is not None]
-    if not job.is_joint:
+    if meeting is None or not job.is_joint:
         _reserve(folder, whole_files)
     elif job.rank == 0:
-        changed = read_changed(job, folder, is_orphan) if job.may_share else set()
+        changed = meeting.proposed() if job.may_share else set()
         joint_files = [s for s in joint_files if s.plan.name in changed or not link(s)]
         _reserve(folder, [*whole_files, *joint_files])
-        # Only now: the others open these files, which exist at full length, to write their parts.
-        _put(folder / _BEGIN, [shard.plan.name for shard in joint_files])
+        meeting.begin([shard.plan.name for shard in joint_files])
     else:
         _reserve(folder, whole_files)
         if job.may_share:
             equal = {s.plan.name for s in joint_files if parent and equal_file(parent, s, content)}
             changed = {shard.plan.name for shard in joint_files} - equal
-            _put(folder / _CHANGED.format(job.rank), sorted(changed))
-        created = wait_for_files(folder)  # the others have been linked to the parent's
+            meeting.propose(sorted(changed))
+        created = meeting.begun()  # the others have been linked to the parent's
         joint_files = [shard for shard in joint_files if shard.plan.name in created]
 
     for shard in whole_files:
@@ -383,199 +427,3 @@ def make_parent(folder: Path, name: str) -> None:
     parent = (folder / name).parent
     if parent != folder and not files.is_folder(parent):
         files.new_folder(parent)
-
-
-_REPORT = ".rank_{:05d}.json"
-_CHANGED = ".rank_{:05d}.changed.json"
-_BEGIN = ".begin.json"
-_PAUSE = 0.02  # seconds between two looks
-_PATIENCE = 120.0  # seconds for another process to begin; much less than collectives wait
-_LAST_CHANCE = 5.0  # the same, when those that train are dead
-_MAX_REPORT = 1 << 30
-T = TypeVar("T")
-
-
-@dataclass
-class Written:
-    """The content of the folder so far."""
-
-    files: dict[str, int] = field(default_factory=dict)
-    hashes: dict[str, str] = field(default_factory=dict)
-    pieces: list[Piece] = field(default_factory=list)
-    num_shared: int = 0
-
-
-def write_own_part(
-    job: Job, write_files: Callable[[Path], Written], is_orphan: Callable[[], bool]
-) -> tuple[int, bool]:
-    """Write and report the files of a rank other than 0; the bytes, and if they are committed."""
-    folder = _folder(job, is_orphan)
-    if folder is None:
-        return 0, files.exists(job.target / MANIFEST)
-    path, size = folder / _REPORT.format(job.rank), 0
-    try:
-        with files.create(path.with_suffix(".part")) as file:
-            file.lock()
-            files.rename(file.path, path)  # it appears locked
-            report, size = _reported(folder, write_files)
-            data = json.dumps(report).encode()
-            file.reserve(len(data))
-            file.write_at(0, data)
-            file.sync()
-    except FileNotFoundError:
-        size = 0  # the attempt has failed meanwhile, and its folder is being removed
-    # until rank 0 has committed the folder, or has failed or died
-    while not (is_committed := files.exists(job.target / MANIFEST)) and not _is_abandoned(folder):
-        time.sleep(_PAUSE)
-    return size, is_committed or files.exists(job.target / MANIFEST)
-
-
-def _reported(
-    folder: Path, write_files: Callable[[Path], Written]
-) -> tuple[Mapping[str, object], int]:
-    try:
-        written = write_files(folder)
-    except OSError as error:
-        return {"error": explain(error)}, 0
-    except CheckpointError as error:
-        return {"error": str(error)}, 0
-    report = {**vars(written), "pieces": [dump_piece(piece) for piece in written.pieces]}
-    return report, sum(piece.num_bytes for piece in written.pieces)
-
-
-def gather(job: Job, folder: Path, written: Written, is_orphan: Callable[[], bool]) -> None:
-    """Add the reports of all others to ``written``; raises if a rank failed or died."""
-    for rank in range(1, job.world_size):
-        path = folder / _REPORT.format(rank)
-        report = _wait_for(partial(_look, path, rank), rank, is_orphan)
-        _refuse_error(job, rank, report)
-        written.files |= report["files"]
-        written.hashes |= report["hashes"]
-        written.pieces += [parse_piece(piece, str(path)) for piece in report["pieces"]]
-        written.num_shared += report["num_shared"]
-        files.remove_tree(path)
-    for name in (_BEGIN, _REPORT.format(0)):
-        files.remove_tree(folder / name)
-
-
-def read_changed(job: Job, folder: Path, is_orphan: Callable[[], bool]) -> set[str]:
-    """The files that some other rank has reported. Raises as ``gather``."""
-    changed: set[str] = set()
-    for rank in range(1, job.world_size):
-        path = folder / _CHANGED.format(rank)
-
-        def look(path: Path = path, rank: int = rank) -> list[str] | None:
-            if files.exists(path):
-                return _get(path)
-            _refuse_error(job, rank, _look(folder / _REPORT.format(rank), rank) or {})
-            return None
-
-        changed |= set(_wait_for(look, rank, is_orphan))
-        files.remove_tree(path)
-    return changed
-
-
-def wait_for_files(folder: Path) -> list[str]:
-    """The files of which this rank writes a part, once rank 0 made them; raises if it died."""
-    while not files.exists(folder / _BEGIN):
-        if _is_abandoned(folder):
-            raise CheckpointError("rank 0 died or aborted before it created the checkpoint files")
-        time.sleep(_PAUSE)
-    return _get(folder / _BEGIN)
-
-
-def _is_abandoned(folder: Path) -> bool:
-    """Whether the manifest of the temporary folder is no longer locked."""
-    try:
-        with files.open_file(folder / MANIFEST, follow=False, write=True) as manifest:
-            return manifest.lock()
-    except BlockingIOError:
-        return False
-    except FileNotFoundError:
-        return True
-
-
-def _put(path: Path, names: list[str]) -> None:
-    """A small file that is complete when it appears."""
-    part = path.with_suffix(".part")
-    with files.create(part) as file:
-        file.write_at(0, json.dumps(names).encode())
-    files.rename(part, path)
-
-
-def _get(path: Path) -> list[str]:
-    with files.open_file(path, follow=False) as file:
-        names: list[str] = json.loads(files.read_all(file, _MAX_REPORT))
-    return names
-
-
-def _refuse_error(job: Job, rank: int, report: Mapping[str, Any]) -> None:
-    if "error" in report:
-        raise CheckpointError(f"cannot save {job.target}: rank {rank}: {report['error']}")
-
-
-def _folder(job: Job, is_orphan: Callable[[], bool]) -> Path | None:
-    """The temporary folder, once rank 0 has locked it; None if another attempt took over."""
-    folder, began = _folder_of(job, job.attempt), time.monotonic()
-    while not files.exists(folder / _REPORT.format(0)):
-        if files.exists(job.target / MANIFEST) or files.exists(_folder_of(job, job.attempt + 1)):
-            return None
-        for attempt in range(job.attempt):
-            _give_up(job, _folder_of(job, attempt))
-        if time.monotonic() - began > _patience(is_orphan):
-            raise CheckpointError(
-                f"cannot save {job.target}: temporary folder {folder.name} is not visible on "
-                "this rank; all machines must share train.output_dir (or train.cache_dir)"
-            )
-        time.sleep(_PAUSE)
-    return folder
-
-
-def _folder_of(job: Job, attempt: int) -> Path:
-    nonce = job.nonce_of(attempt)
-    assert nonce is not None
-    return part_of(job.target, nonce)
-
-
-def _give_up(job: Job, folder: Path) -> None:
-    """Leave an empty report, as of a rank that died, in an attempt that has none."""
-    if files.exists(folder / _REPORT.format(0)):
-        with contextlib.suppress(FileExistsError, FileNotFoundError):
-            files.create(folder / _REPORT.format(job.rank)).close()
-
-
-def _patience(is_orphan: Callable[[], bool]) -> float:
-    """Seconds to wait; if the training ranks are dead, none will start any more."""
-    return _LAST_CHANCE if is_orphan() else _PATIENCE
-
-
-def _wait_for(look: Callable[[], T | None], rank: int, is_orphan: Callable[[], bool]) -> T:
-    """The result of ``look`` once there is one; raises if the rank never starts."""
-    began = time.monotonic()
-    while True:
-        try:
-            result = look()
-        except FileNotFoundError:
-            if time.monotonic() - began > _patience(is_orphan):
-                raise CheckpointError(f"rank {rank} did not start to save") from None
-            result = None
-        if result is not None:
-            return result
-        time.sleep(_PAUSE)
-
-
-def _look(path: Path, rank: int) -> Mapping[str, Any] | None:
-    """The report of a rank; None while it is writing."""
-    try:
-        with files.open_file(path, follow=False, write=True) as file:
-            is_over = file.lock()
-            data = files.read_all(file, _MAX_REPORT)
-    except BlockingIOError:
-        return None
-    try:
-        report: Mapping[str, Any] = json.loads(data)
-    except ValueError:  # empty, or zeros: space that was reserved
-        if not is_over:  # there are no locks here, and patience decides
-            raise FileNotFoundError(path) from None
-        raise CheckpointError(f"rank {rank} died during the save") from None
-    return report
