@@ -16,7 +16,8 @@ from surefoot.methods import Full, LoRA
 from surefoot.model.tokenizer import load_tokenizer
 from surefoot.model.weight_matrices import refuse_read_weights
 from surefoot.network.draft import MetaTensors, NetworkOptions
-from surefoot.network.open import open_network, refuse_early, size_of_save
+from surefoot.network.early import refuse_early, size_of_save
+from surefoot.network.open import open_network
 from surefoot.optim._variants.adamw import AdamW
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE
@@ -163,7 +164,7 @@ def test_a_missing_package_is_refused(project, tmp_path, monkeypatch):
     monkeypatch.setattr("surefoot.model.config.find_spec", lambda _: None)
     with pytest.raises(ModelError, match="needs bitsandbytes, which is not installed"):
         checked(project, tmp_path, quantization_bit=4, method=LoRA())
-    monkeypatch.setattr("surefoot.network.open.find_spec", lambda _: None)
+    monkeypatch.setattr("surefoot.network.early.find_spec", lambda _: None)
     with pytest.raises(RecipeError, match=r"train.report_to: tensorboard needs tensorboard"):
         surefoot.train(project, train={"report_to": "tensorboard"})
 

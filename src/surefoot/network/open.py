@@ -1,45 +1,19 @@
-"""The one way to make a model ready: for training, ``plan``, chat, evaluation and conversions.
-
-Check the files that a model is made of: their headers in advance, and all of them against their
-manifests while they are read.
-
-The steps of ``open_network`` for layers: the start of adapters, how layers are computed, what
-they keep for the backward pass, and the proof that new ones change nothing.
-
-Before a row is encoded or a weight is read, ``refuse_early`` raises what opening the model and its
-first save would raise, as far as ``config.json`` says it.
-"""
+"""The one way to make a model ready: for training, ``plan``, chat, evaluation and conversions."""
 
 from __future__ import annotations
 
 import logging
-import shutil
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from importlib.util import find_spec
-from math import prod
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerBase
 
-from ..checkpoint.layouts.detection import has_manifest
-from ..checkpoint.verification import ConcurrentCheck, verify_weights
 from ..errors import (
-    DamagedFileError,
-    ModelError,
     RecipeError,
-    RunError,
-    SurefootError,
     counted,
-    installation,
 )
-from ..log import silenced
-from ..model.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
-from ..model.config import check_alone, check_router_loss, quantization
+from ..model.config import check_router_loss
 from ..model.expansion import note_new_tokens, refuse_divided, untrained_matrices, verify_new_layers
 from ..model.isolation import use_packed
 from ..model.layers import (
@@ -48,76 +22,21 @@ from ..model.layers import (
     recompute_activations,
     use_float8,
 )
-from ..model.loading import WEIGHTS, grow_embeddings, resolve, training_dtype, upcast_trained
+from ..model.loading import grow_embeddings, upcast_trained
 from ..model.lora_layers import enable_float32_lengths, enable_fused_lora
 from ..model.outputs import logprob_head_of
 from ..model.packed_attention import follow_calls, switch_to_packed
-from ..model.pipeline_stages import parameters_of
 from ..model.section import ModelSection
 from ..model.weight_matrices import refuse_read_weights
-from ..optim.optimizer import Optimizer, check_learning_rates, with_parts
-from ..optim.state import check_shards, shapes_of_state
-from ..optim.state_tensor import check_kinds
-from ..parallel.section import ParallelSection
 from ..parallel.sharded_model import layers
-from ..parallel.sharding import AxisShard
-from ..parallel.tp_plan import module_plans
-from ..parallel.world import ALONE, World
+from ..parallel.world import World
 from ._adapters import set_initial_values
+from ._file_checks import checked_files
 from ._parameter_names import name_parameters
-from .draft import REAL, Draft, MetaTensors, NetworkOptions, Tensors, check_quantization, read_heads
+from .draft import REAL, Draft, NetworkOptions, Tensors, check_quantization, read_heads
 from .heads import add_heads, refuse_headless, refuse_heads
 from .network import Network
 from .runner import Engine, ModelForward, PipelineEngine, WholeEngine
-from .shard_loading import init_on_meta
-
-
-@contextmanager
-def checked_files(draft: Draft) -> Iterator[None]:
-    """A block that reads the files of ``draft``; at its end every byte of them is checked.
-
-    Raises ``DamagedFileError``, on all ranks if one has found damage. It takes the place of an
-    error of the block: damaged values may look like a wrong setting.
-    """
-    options, world = draft.options, draft.world
-    section = draft.section
-    read = [options.weights or draft.base, section.adapter, *section.frozen_adapters]
-    folders = [folder for folder in read if folder is not None] if options.is_read else []
-    with ConcurrentCheck(folders, [draft.base], rank=world.rank, num_ranks=world.size) as check:
-        try:
-            yield
-        except SurefootError as error:
-            if (damage := check.wait()) is not None:
-                raise damage from error
-            raise
-        damage = check.wait()
-        reports = world.gathered(None if damage is None else (damage.folder, str(damage)))
-        for report in reports:
-            if report is not None:
-                raise DamagedFileError(*report)
-
-
-def check_files(base: Path | None, section: ModelSection) -> None:
-    """Raise ``ModelError`` if a file of weights in ``base`` (unset: where ``section`` finds it) or
-    of the adapter is truncated, or if those in ``base`` contain other tensors than the architecture
-    has. Headers alone are read."""
-    base = base or resolve(section)
-    with silenced():
-        meta_model = init_on_meta(base, section, dtype=training_dtype(section))
-    adapters = [*([] if section.adapter is None else [section.adapter]), *section.frozen_adapters]
-    for folder in adapters:
-        if has_manifest(folder) and (problems := verify_weights(folder).problems):
-            raise DamagedFileError(folder, problems[0])
-    paths = sorted(base.glob(WEIGHTS)) if meta_model is None else []
-    for path in [*paths, *(folder / ADAPTER_WEIGHTS for folder in adapters)]:
-        try:
-            with safe_open(path, "pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise ModelError(
-                f"{path}: damaged or truncated file: {error}; fetch the model again"
-            ) from None
-
 
 logger = logging.getLogger(__name__)
 
@@ -367,104 +286,3 @@ ON_THE_MESH: Sequence[Step] = (
     compile_forward,  # last: hooks that gather weights stay outside of what is compiled
 )
 STEPS = (*ON_THE_MODEL, *ON_THE_MESH)
-
-
-FLASH = "flash_attention_2"
-NOT_ON_META = (RuntimeError, NotImplementedError, AttributeError, IndexError)
-
-
-def refuse_early(
-    base: Path,
-    section: ModelSection,
-    options: NetworkOptions,
-    optim: Optimizer,
-    *,
-    num_processes: int,
-    output_dir: Path,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    others: Sequence[ModelSection] = (),
-) -> None:
-    """Raise the errors that opening the model in ``base`` and its first save would raise, as far as
-    they are known: ``ModelError``, ``RecipeError`` or ``RunError``. The model gets rows for tokens
-    that only ``tokenizer`` has; of ``others``, such as a reference, the files are checked."""
-    check_device(section)
-    check_alone(section, num_processes)
-    quantization(section)
-    check_files(base, section)
-    for other in others:
-        check_files(None, other)
-    parallel, plain = options.parallel, replace(options, parallel=ParallelSection())
-    try:
-        with silenced():
-            network = open_network(base, section, tokenizer, ALONE, plain, MetaTensors())
-    except NOT_ON_META:  # an architecture that needs values when it is made
-        return
-    refuse_divided(network.module, tp=parallel.tp, pp=parallel.pp)
-    if parallel.tp > 1:
-        refuse_read_weights(network.inner)
-        module_plans(network.inner, parallel.tp)
-    if parallel.pp > 1:
-        parameters_of(network.inner, parallel.pp * parallel.num_parts)
-    names = with_parts(network.trainable, network.layouts)
-    check_learning_rates(optim.learning_rates, names)
-    check_kinds(optim, network.layouts)
-    check_optimizer_shards(network, optim, parallel)
-    check_disk(output_dir, size_of_save(network, optim))
-
-
-def check_optimizer_shards(network: Network, optim: Optimizer, parallel: ParallelSection) -> None:
-    """Raise ``RecipeError`` if the state of ``optim`` cannot be sharded as the mesh shards
-    matrices: along rows by ``dp_shard``, and some of them along columns by ``tp``."""
-    cuts = [AxisShard("dp_shard", 0)] if (parallel.dp_shard or 1) > 1 else []
-    cuts += [AxisShard("tp", 1)] if parallel.tp > 1 else []
-    matrices = {name: tuple(p.shape) for name, p in network.named.items() if p.ndim == 2}
-    check_shards(optim, network.blocks.entries, matrices, tuple(cuts))
-
-
-def check_device(section: ModelSection) -> None:
-    """Raise ``ModelError`` if the attention of a recipe needs what this machine has not."""
-    if section.attention != FLASH:
-        return
-    if not torch.cuda.is_available():
-        raise ModelError(f"model.attention: {FLASH} needs a GPU, and there is none; use auto")
-    if find_spec("flash_attn") is None and find_spec("kernels") is None:
-        raise ModelError(
-            f"model.attention: {FLASH} needs the package flash-attn, which is not installed; "
-            "install it, or use auto"
-        )
-
-
-def check_packages(names: Sequence[str], setting: str) -> None:
-    """Raise ``RecipeError`` if a package that ``setting`` needs is not installed."""
-    for name in names:
-        spec = find_spec(name)
-        if spec is None or spec.origin is None:  # a folder of that name, which wandb leaves
-            how = installation(name)
-            raise RecipeError(f"{setting} needs {name}, which is not installed: {how}")
-
-
-def size_of_save(network: Network, optim: Optimizer) -> int:
-    """The bytes of a checkpoint's weights and optimizer state."""
-    weights = network.weights.state_dict().values()
-    total: int = sum(tensor.numel() * tensor.element_size() for tensor in weights)
-    state = {}
-    for name, parameter in network.named.items():
-        at_once = network.blocks.shape_at_once(name, tuple(parameter.shape))
-        shapes = shapes_of_state(optim, parameter, network.layouts[name], at_once)
-        state[name] = sum(prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
-    return total + max(sum(state[name] for name in turn) for turn in network.blocks.turns())
-
-
-def check_disk(folder: Path, size: int) -> None:
-    """Raise ``RunError`` if the disk of ``folder`` has no room for one checkpoint."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    if size > free:
-        raise RunError(
-            f"train.output_dir: one checkpoint takes {_readable(size)}, and the disk of {existing} "
-            f"has {_readable(free)} free; free some space, or choose another folder"
-        )
-
-
-def _readable(size: int) -> str:
-    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"

@@ -19,7 +19,7 @@ import torch
 from .. import __version__, schema
 from ..errors import RecipeError
 from ..model.loading import device
-from ..network.open import check_packages
+from ..network.early import check_packages
 from ..parallel.world import World
 from ..recipe.recipe import Recipe
 from ..training.callback import TrainerCallback, TrainerState

@@ -26,7 +26,7 @@ from ..errors import RecipeError
 from ..model.base_identity import BaseModel
 from ..model.config import read_config
 from ..model.numerics import replaced
-from ..network.open import refuse_early
+from ..network.early import refuse_early
 from ..optim.optimizer import Optimizer
 from ..parallel.world import World
 from ..recipe.recipe import Recipe, dump

@@ -31,8 +31,9 @@ from ...data.media.files import Noise, Seen
 from ...errors import ModelError, first_line
 from ...model.numerics import autocast
 from ...model.packed_attention import set_attention
+from ...network.early import check_optimizer_shards
 from ...network.network import Network
-from ...network.open import check_optimizer_shards, open_network
+from ...network.open import open_network
 from ...optim.blocks import LONG
 from ...optim.state import shapes_of_state
 from ...parallel.sharded_model import layers
