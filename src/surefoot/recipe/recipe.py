@@ -133,6 +133,11 @@ class Importer(ABC):
         """The recipe of ``document``; ``overrides`` win. Raises ``RecipeError``: a key cannot be
         had here, with line, reason and way out."""
 
+    def convert_prediction(self, document: Document) -> Document | None:
+        """The settings of a ``Prediction``, if ``document`` is for responses alone; else None.
+        Raises ``RecipeError`` as ``convert`` does."""
+        return None
+
     def read_words(self, words: Sequence[str]) -> tuple[Document, list[str]] | None:
         """The document and the overrides of a command line without a file; None if it reads no
         such lines."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -147,13 +147,13 @@ STRATEGY = only(
     "weights once with `surefoot ckpt convert --to huggingface --strategy`",
 )
 UNCUT = {f"parallel_config.{n}": only((1, None), "it is not supported here") for n in _PLURAL}
-_AXES = ("data_parallel", "model_parallel", "pipeline_stage")
+AXES = ("data_parallel", "model_parallel", "pipeline_stage")
 
 
 def sizes(config: Mapping[str, Any]) -> tuple[int, int, int]:
     """``data_parallel``, ``model_parallel`` and ``pipeline_stage`` of a ``parallel_config``."""
-    data, model, stages = (config.get(name, 1) for name in _AXES)
-    for name, value in zip(_AXES, (data, model, stages), strict=True):
+    data, model, stages = (config.get(name, 1) for name in AXES)
+    for name, value in zip(AXES, (data, model, stages), strict=True):
         if type(value) is not int or value < 1:
             raise RefusedKeyError(f"{name} must be a whole number of at least 1, got {value!r}")
     return data, model, stages
@@ -183,22 +183,43 @@ class MindFormers(Importer):
         return "stage" not in data and bool(_SIGNS & data.keys())
 
     def convert(self, document: Document, overrides: Overrides) -> ConvertedFile:
-        """The recipe; it lacks the data, unless ``overrides`` name some."""
-        converted = convert(document)
+        """The recipe; it lacks the data, unless ``overrides`` name some, and the model if the
+        training began with new weights."""
+        converted = convert(document, overrides)
         data = override(Recipe, Document(converted.nested(), document.name), overrides)
-        names_data = any(each.startswith("data.datasets") for each in overrides)
+        names_data = _overridden(overrides, "data.datasets") is not None
         notes = [] if names_data else list(converted.advice)
         if converted.left:
             notes.append(f"not used: {', '.join(converted.left)}")
-        return ConvertedFile(self.title, data, notes, is_complete=False)
+        is_complete = names_data and "path" in converted.nested().get("model", {})
+        return ConvertedFile(self.title, data, notes, is_complete=is_complete)
+
+    def convert_prediction(self, document: Document) -> Document | None:
+        """The settings of a file with ``run_mode: predict``."""
+        from .prediction import convert_prediction
+
+        data = document.data
+        is_prediction = isinstance(data, Mapping) and data.get("run_mode") == "predict"
+        return convert_prediction(document) if is_prediction else None
 
 
 IMPORTER = MindFormers()
 
 
-def convert(document: Document) -> Converted:
-    """The settings of the keys of ``document``. Raises ``RecipeError``: with every unsupported key,
-    each with line, reason and alternative."""
+def _overridden(overrides: Overrides, path: str) -> object | None:
+    """The value of a setting that was given beside the file; None if it was not."""
+    if isinstance(overrides, Mapping):
+        return overrides.get(path)
+    values = [each.partition("=")[2] for each in overrides if each.startswith(f"{path}=")]
+    return values[-1] if values else None
+
+
+def convert(document: Document, overrides: Overrides = ()) -> Converted:
+    """The settings of the keys of ``document``, for which ``overrides`` may name the model. Raises
+    ``RecipeError``: with every unsupported key, each with line, reason and alternative."""
+    model = _overridden(overrides, "model.path")
+    if model is not None and isinstance(document.data, dict):
+        document = replace(document, data={**document.data, "pretrained_model_dir": model})
     converted = apply(document, _RULES, _TOGETHER)
     assert isinstance(document.data, dict)
     converted.advice.append(_data_to_add(document.data))
@@ -208,8 +229,13 @@ def convert(document: Document) -> Converted:
 def _run_mode(value: Any) -> Settings:
     if value in _STAGES:
         return {"stage": _STAGES[value]}
-    if value in ("eval", "predict"):
-        raise RefusedKeyError(f"{value!r} is not a training run; use `surefoot {value} MODEL`")
+    if value == "predict":
+        raise RefusedKeyError(
+            f"{value!r} is not a training run; `surefoot predict FILE --prompts PROMPTS --output "
+            "OUTPUT` takes this file as it is"
+        )
+    if value == "eval":
+        raise RefusedKeyError(f"{value!r} is not a training run; use `surefoot eval RECIPE`")
     raise RefusedKeyError(f"{value!r}: expected train or finetune")
 
 
@@ -246,7 +272,7 @@ def _start(content: Mapping[str, Any]) -> Settings:
         if not model and not is_model:
             raise RefusedKeyError(
                 f"resume_training: {weights!r} has no config.json beside its weights; name "
-                "their model with pretrained_model_dir"
+                "their model with pretrained_model_dir, or model.path=MODEL behind the file"
             )
         start = weights if is_model else model
         return {"model.path": start, "checkpoint.resume": _saved_at(weights, resume)}
