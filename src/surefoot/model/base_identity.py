@@ -24,6 +24,7 @@ from ..storage.parallel_work import in_parallel
 from .section import ModelSection
 
 NAME = "base_models.json"
+NEW_WEIGHTS = "new_weights.json"  # in a base that was initialized: from what, with which seed
 TRAINED = "policy"  # the role of the model that a run trains
 _READERS = 4
 _LIMIT = 1 << 24  # bytes of the record

@@ -106,6 +106,11 @@ def test_every_combined_argument_is_read_by_a_rule():
             assert re.search(rf"\b{name}\b", code), name
 
 
+def test_training_from_scratch_is_training_from_new_weights():
+    assert recipe(train_from_scratch=True).model.new_weights
+    assert not recipe(train_from_scratch=False).model.new_weights
+
+
 # The command of the page that users learn from
 
 
