@@ -142,6 +142,18 @@ def test_two_ranks_and_the_commands_start_from_the_same_new_weights(project, tmp
     )
 
 
+def test_a_run_in_a_store_makes_the_same_new_weights_on_another_machine(project, tmp_path):
+    path, bare = project
+    constant = {"optim.adamw.schedule": "constant"}
+    usual = surefoot.train(path, **new(bare, tmp_path / "usual"), **constant)
+    for machine, steps in (("one", 2), ("other", 4)):
+        settings = new(bare, f"file://{tmp_path}/away", **{"train.max_steps": steps})
+        cache = {"train.cache_dir": str(tmp_path / machine)}
+        found = surefoot.train(path, **settings, **cache, **constant)
+    assert found.global_step == usual.global_step == 4
+    assert_same(found.model, usual.model)
+
+
 def test_weights_of_the_configuration_are_not_used_and_that_is_said(project, tmp_path, caplog):
     path, _ = project
     caplog.set_level(logging.INFO)

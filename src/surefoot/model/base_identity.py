@@ -121,6 +121,11 @@ def _indexed(path: Path) -> list[str]:
         return []
 
 
+def is_new(folder: Path) -> bool:
+    """Whether the model in ``folder`` was initialized for a run."""
+    return (folder / NEW_WEIGHTS).is_file()
+
+
 def identify(models: Mapping[str, BaseModel], known: Record) -> dict[str, ModelRecord]:
     """The identity of every model; files that are ``known`` and untouched are not read."""
     identities: dict[tuple[str, str], FileIdentity] = {}
