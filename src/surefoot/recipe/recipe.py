@@ -8,6 +8,8 @@ The files and command lines of other programs become recipes here, too (``conver
 
 from __future__ import annotations
 
+import logging
+import os
 import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +41,8 @@ from ..schema import (
 )
 from ..schema.locations import DatasetReference, FunctionPath, ModelPath, locate
 from ..stages import STAGES
-from ..storage.remote import is_address
+from ..storage.child import LAUNCHER
+from ..storage.remote import MODELSCOPE, OPENMIND, is_address, is_switched_on
 from ..training.section import TrainSection
 from ..training.stage import Stage
 from .files import SUFFIXES, read_text, recipe_in
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
     from ..training.callback import TrainerState
 
 
+logger = logging.getLogger(__name__)
 HINTS: Mapping[str, Callable[[], Mapping[str, str]]] = Extended("hints", {})
 # Settings that this version no longer has, and the value at which it does the same without them:
 # a run outlives the version that began it, and so does the recipe in its folder.
@@ -167,7 +171,32 @@ def load(path: Path, overrides: Overrides = ()) -> Recipe:
         return load_converted(importer.convert(document, overrides))
     if run is not None and not _is_remote(document):  # wherever it was moved to
         document = put(Recipe, document, ("train", "output_dir"), str(run), str(run))
+    if run is None:  # whose recipe has all settings
+        document = _with_hubs(document)
     return _build(override(Recipe, document, overrides), file.parent)
+
+
+def _with_hubs(document: Document) -> Document:
+    """With the hub that people who come from LLaMA-Factory have chosen in their profile, for the
+    sections that name none."""
+    # The only setting from the environment: in a profile it is meant for every program. It is read
+    # here alone, and the recipe of the run has its value.
+    sections = document.data if isinstance(document.data, Mapping) else {}
+    if is_switched_on(OPENMIND):
+        logger.warning("%s is set, and that hub is not read; use a local folder", OPENMIND)
+    if not is_switched_on(MODELSCOPE):
+        return document
+    unset = [
+        name
+        for name in ("model", "data")
+        if isinstance(fields := sections.get(name), Mapping) and "hub" not in fields
+    ]
+    for name in unset:
+        document = put(Recipe, document, (name, "hub"), "modelscope", MODELSCOPE)
+    if unset and LAUNCHER not in os.environ:  # the launcher has said it
+        names = ", ".join(f"{name}.hub" for name in unset)
+        logger.info("%s: modelscope, unless set (%s)", names, MODELSCOPE)
+    return document
 
 
 def load_text(text: str, name: str, base: Path) -> Recipe:

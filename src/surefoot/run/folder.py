@@ -28,10 +28,11 @@ from ..checkpoint.verification import (
 from ..data.order.micro_batches import fitting_micro_batch
 from ..errors import CheckpointError, RunError, SurefootError, explain
 from ..extensions import Extended
+from ..model.base_identity import is_new
 from ..parallel.section import launched
 from ..parallel.world import ALONE, World
 from ..recipe.files import RUN_RECIPE
-from ..recipe.recipe import Recipe, changes, dump, load
+from ..recipe.recipe import Recipe, RecipeChange, changes, dump, load
 from ..storage.child import LAUNCHER
 from ..storage.files import (
     NO_LOCKS,
@@ -240,7 +241,7 @@ def _refuse_another_run(folder: RunFolder, recipe: Recipe) -> None:
     for change in every if steps else ():
         if change.path in LENGTH:
             logger.info("%s since the last start: the learning rates follow the new length", change)
-    differing = [c for c in every if not c.path.startswith(FREE)]
+    differing = [c for c in every if not (c.path.startswith(FREE) or _has_moved(c, folder.path))]
     resume = recipe.checkpoint.resume
     is_requested = _is_within(resume, place) or _is_inside(resume, folder.path)
     if differing and steps and not is_requested:
@@ -251,6 +252,15 @@ def _refuse_another_run(folder: RunFolder, recipe: Recipe) -> None:
             "Choose another folder, or resume from one of its checkpoints with "
             "checkpoint.resume=PATH in a new folder"
         )
+
+
+def _has_moved(change: RecipeChange, folder: Path) -> bool:
+    """Whether the model is new weights in the run's folder, which was elsewhere when they were
+    made: equal names are equal contents."""
+    if change.path != "model.path":
+        return False
+    before, now = Path(str(change.old)), Path(str(change.new))
+    return (before.name, now.parent) == (now.name, folder.absolute()) and is_new(now)
 
 
 def _is_within(resume: str, output_dir: Path | Address) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from signal import Signals
 
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ..checkpoint.loading import load as load_checkpoint
 from ..errors import CheckpointError, RunError
@@ -44,6 +44,7 @@ from .folder import (
 )
 from .foreign_resume import refuse_output_dir
 from .from_python import AS_IN_THE_RECIPE, Given, Rows, StageParts
+from .new_weights import with_new_weights
 from .resolving import resolved
 
 logger = logging.getLogger(__name__)
@@ -92,7 +93,13 @@ def train(
     trust_pickle: bool = False,
     train_dataset: Rows | None = None,
     eval_dataset: Rows | None = None,
-    model: nn.Module | str | Path | Mapping[str, object] | ModelSection | None = None,
+    model: nn.Module
+    | PretrainedConfig
+    | str
+    | Path
+    | Mapping[str, object]
+    | ModelSection
+    | None = None,
     tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
     parts: StageParts = AS_IN_THE_RECIPE,
     **overrides: object,
@@ -107,8 +114,8 @@ def train(
         train_dataset: rows in place of ``data.datasets``: a ``datasets.Dataset``, a DataFrame,
             mappings, or one mapping of columns to lists.
         eval_dataset: rows in place of ``data.eval_datasets``.
-        model: a transformers model, of which a copy is trained; a folder or hub id; or the section
-            of that name.
+        model: a transformers model, of which a copy is trained; a configuration of one, which gets
+            new weights; a folder or hub id; or the section of that name.
         tokenizer: in place of the model's own; or its folder or hub id.
         parts: a loss, a collation or metrics in place of the stage's.
         overrides: sections to change, as nested mappings
@@ -121,7 +128,7 @@ def train(
     """
     if isinstance(model, str | Path):
         overrides, model = {"model.path": str(model), **overrides}, None
-    if model is not None and not isinstance(model, nn.Module):
+    if model is not None and not isinstance(model, nn.Module | PretrainedConfig):
         overrides, model = {"model": model, **overrides}, None
     objects = Given(
         train_dataset=train_dataset, eval_dataset=eval_dataset, model=model, tokenizer=tokenizer
@@ -155,7 +162,7 @@ def run(
         code_of(recipe)  # what is missing is an error before anything is loaded
         world.on_main(lambda: try_rewards(recipe))
         with world.main_first():  # which may download
-            recipe = resolved(recipe)
+            recipe = with_new_weights(resolved(recipe))
             recipe = settled(recipe, find_base(recipe, weights=False))
         outcome = _run(recipe, world, callbacks, trust_pickle, parts, choose, command, began)
         # srun --kill-on-bad-exit and torchrun end all ranks when one exits with 143, as after a

@@ -106,6 +106,26 @@ def test_every_combined_argument_is_read_by_a_rule():
             assert re.search(rf"\b{name}\b", code), name
 
 
+def test_training_from_scratch_is_training_from_new_weights():
+    assert recipe(train_from_scratch=True).model.new_weights
+    assert not recipe(train_from_scratch=False).model.new_weights
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_of_no_checkpoints_deletes_none(limit):
+    # transformers 5.6, _rotate_checkpoints: "if save_total_limit is None or <= 0: return"
+    assert recipe(save_total_limit=limit).checkpoint.keep is None
+    assert recipe(save_total_limit=2).checkpoint.keep == 2
+
+
+def test_ranks_wait_as_long_as_ddp_timeout_says():
+    assert recipe().parallel.timeout == "auto"
+    assert recipe(ddp_timeout=1800).parallel.timeout == 30
+    assert recipe(ddp_timeout=180000000).parallel.timeout == 3_000_000  # never, in effect
+    assert "parallel" in refusal(ddp_timeout=-1)
+    assert "must be positive" in refusal(ddp_timeout=-1)
+
+
 # The command of the page that users learn from
 
 

@@ -253,6 +253,13 @@ def _mesh(arguments: GivenArguments) -> Settings:
     return settings | sharding | ({"parallel.dp_shard": data_ranks} if is_sharded else replicas)
 
 
+def _timeout(arguments: GivenArguments) -> Settings:
+    """As many minutes, if it is set; the default of 1800 seconds waits no longer than auto does."""
+    if not arguments.sets("ddp_timeout"):
+        return {}
+    return {"parallel.timeout": arguments["ddp_timeout"] / 60}
+
+
 def _of_deepspeed(content: Mapping[str, Any]) -> Settings:
     """``parallel.dp_shard`` is there if weights are sharded."""
     zero = content.get(_ZERO) or {}
@@ -354,6 +361,7 @@ LLAMAFACTORY = Program(
             ("resume_from_checkpoint", _resume),
             ("optim", optimizer),
             ("per_device_train_batch_size", _mesh),
+            ("ddp_timeout", _timeout),
         ),
     ),
 )
