@@ -226,7 +226,7 @@ def test_the_optimizer_and_its_schedule_are_the_same_here():
     ],
 )
 def test_what_is_to_be_added_is_told(text, told):
-    (advice,) = convert(parse(text, "theirs.yaml")).advice
+    advice, *_ = convert(parse(text, "theirs.yaml")).advice
     assert told in advice
 
 
@@ -253,3 +253,15 @@ def test_a_file_without_a_model_or_data_runs_only_with_both(tmp_path):
             load(tmp_path / "theirs.yaml", overrides)
     both = ["model.path=base", "data.datasets=[mine]", "train.output_dir=run"]
     assert load(tmp_path / "theirs.yaml", both).train.seed == 7
+
+
+def test_pretraining_begins_with_new_weights_and_asks_for_their_configuration(tmp_path):
+    """Their file for pretraining names no weights; what the model is, is in their own classes."""
+    done = convert(parse("run_mode: train\nload_checkpoint: ''\n", "theirs.yaml"))
+    assert done.settings == {"stage": "pt", "model.new_weights": True}
+    assert "config.json, tokenizer, and no weights" in done.advice[-1]
+    done = convert(parse("run_mode: train\nload_checkpoint: w\n", "theirs.yaml"))
+    assert done.settings == {"stage": "pt", "model.path": "w"}
+    (tmp_path / "theirs.yaml").write_text("run_mode: train\n")
+    words = ["model.path=base", "data.datasets=[mine]", "train.output_dir=run"]
+    assert load(tmp_path / "theirs.yaml", words).model.new_weights

@@ -113,7 +113,7 @@ def test_training_from_scratch_is_training_from_new_weights():
 
 @pytest.mark.parametrize("limit", [0, -1])
 def test_a_limit_of_no_checkpoints_deletes_none(limit):
-    # transformers 5.6, _rotate_checkpoints: "if save_total_limit is None or <= 0: return"
+    # As transformers.trainer_utils.rotate_checkpoints: only limits above 0 delete anything.
     assert recipe(save_total_limit=limit).checkpoint.keep is None
     assert recipe(save_total_limit=2).checkpoint.keep == 2
 

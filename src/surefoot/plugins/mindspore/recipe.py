@@ -188,7 +188,7 @@ class MindFormers(Importer):
         converted = convert(document, overrides)
         data = override(Recipe, Document(converted.nested(), document.name), overrides)
         names_data = _overridden(overrides, "data.datasets") is not None
-        notes = [] if names_data else list(converted.advice)
+        notes = converted.advice[1:] if names_data else list(converted.advice)
         if converted.left:
             notes.append(f"not used: {', '.join(converted.left)}")
         is_complete = names_data and "path" in converted.nested().get("model", {})
@@ -223,6 +223,14 @@ def convert(document: Document, overrides: Overrides = ()) -> Converted:
     converted = apply(document, _RULES, _TOGETHER)
     assert isinstance(document.data, dict)
     converted.advice.append(_data_to_add(document.data))
+    if "model.path" not in converted.settings:
+        what = "its weights"
+        if "model.new_weights" in converted.settings:
+            what = "no weights, as the training begins with new ones (model.new_weights)"
+        converted.advice.append(
+            "no pretrained_model_dir or load_checkpoint: set model.path to the folder of the "
+            f"model: config.json, tokenizer, and {what}"
+        )
     return converted
 
 
@@ -283,8 +291,11 @@ def _start(content: Mapping[str, Any]) -> Settings:
             f"{weights!r} has no config.json beside its weights; convert both to one model "
             f"first: surefoot ckpt convert {weights} MODEL --to huggingface --base {model}"
         )
+    settings: dict[str, object] = {}
+    if content.get("run_mode") == "train" and not weights:
+        settings["model.new_weights"] = True  # pretraining begins from nothing there
     path = weights or model
-    return {"model.path": path} if path else {}
+    return settings | ({"model.path": path} if path else {})
 
 
 def _saved_at(weights: str, resume: str | bool) -> str:
