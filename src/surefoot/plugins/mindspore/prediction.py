@@ -14,7 +14,7 @@ from typing import Any
 
 from ...recipe.yaml import Document
 from .ranks import model_near
-from .recipe import (
+from .rules import (
     AXES,
     SAFETENSORS,
     STRATEGY,

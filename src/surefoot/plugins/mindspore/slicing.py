@@ -69,10 +69,10 @@ def find_strategy(
         return _inferred(opened, shapes, where)
     if config.world_size != len(opened):
         raise CheckpointError(
-            f"{problem}, but {_told(config)} is about {counted(config.world_size, 'rank')}"
+            f"{problem}, but {_settings_of(config)} is about {counted(config.world_size, 'rank')}"
         )
     try:
-        return _strategy(opened, shapes, config, where, is_told=True)
+        return _strategy(opened, shapes, config, where, decides=True)
     except _MisfitError as error:
         try:
             inferred = _inferred(opened, shapes, where)
@@ -80,7 +80,7 @@ def find_strategy(
         except CheckpointError as unknown:
             other = f"without it: {unknown}"
         raise CheckpointError(
-            f"{problem}, and {_told(config)} does not fit: {error}; {other}"
+            f"{problem}, and {_settings_of(config)} does not fit: {error}; {other}"
         ) from None
 
 
@@ -88,12 +88,14 @@ class _MisfitError(Exception):
     """No layout of a ``parallel_config`` gives the part of a tensor that the files contain."""
 
 
-def _told(config: ParallelConfig) -> str:
+def _settings_of(config: ParallelConfig) -> str:
     """The settings of a ``parallel_config`` that are not the usual ones."""
     usual = ParallelConfig()
     values = {field.name: getattr(config, field.name) for field in fields(config)}
-    told = [f"{name}={value}" for name, value in values.items() if value != getattr(usual, name)]
-    return f"parallel_config {','.join(told) or 'data_parallel=1'}"
+    settings = [
+        f"{name}={value}" for name, value in values.items() if value != getattr(usual, name)
+    ]
+    return f"parallel_config {','.join(settings) or 'data_parallel=1'}"
 
 
 def _reading(size: int, strategy: Strategy) -> str:
@@ -132,7 +134,7 @@ def _inferred(opened: Sequence[TensorFile], shapes: Shapes, where: Path) -> Stra
         if size % model_parallel == 0:
             config = ParallelConfig(size // model_parallel, model_parallel, num_stages)
             with suppress(_MisfitError):
-                fitting.append((config, _strategy(opened, shapes, config, where, is_told=False)))
+                fitting.append((config, _strategy(opened, shapes, config, where, decides=False)))
     devices = counted(size, "device")
     if not fitting:
         raise CheckpointError(f"{where}: no layout on {devices} gives these shapes; {_ASK}")
@@ -169,10 +171,10 @@ def _strategy(
     config: ParallelConfig,
     where: Path,
     *,
-    is_told: bool,
+    decides: bool,
 ) -> Strategy:
-    """The strategy on the axes of ``config``, whose other settings decide, if they were told, where
-    a tensor has several layouts. Raises ``_MisfitError`` if a tensor has none, and
+    """The strategy on the axes of ``config``. With ``decides``, its other settings choose where a
+    tensor has several layouts. Raises ``_MisfitError`` if a tensor has none, and
     ``CheckpointError`` if one has several."""
     size = len(opened) // config.pipeline_stage
     stages: list[dict[str, dict[tuple[Box, ...], TensorLayout]]] = []
@@ -192,7 +194,7 @@ def _strategy(
                 )
             # YAML files leave vocab_emb_dp out, and both of its values often fit the same shapes.
             is_said = config.vocab_emb_dp is not None or not has_row_per_token(name)
-            if is_told and is_said and len(found[name]) > 1:
+            if decides and is_said and len(found[name]) > 1:
                 dtype = file.entry(name).dtype
                 own = replace(config, pipeline_stage=1).stages({weight_of(name): (dtype, full)})
                 boxes = _boxes(own[0][weight_of(name)], full, size)
