@@ -48,6 +48,7 @@ from .policy import (
     open_policy,
     settle_packing,
 )
+from .trainer_names import trainer_names
 
 logger = logging.getLogger(__name__)
 
@@ -254,6 +255,8 @@ def build_trainer(
         eval_dataloader=DataView.of(
             {name: each.examples for name, each in columns.evals.items()}, memory.forward_size
         ),
+        shown=trainer_names(recipe),
+        state=state,
     )
     return Trainer(
         section=section,

@@ -9,6 +9,7 @@ Names, events and their arguments are those of the Hugging Face Trainer, so that
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from ..errors import RecipeError, RunError
 from ..parallel.progress import CALLBACKS, Progress
 from .section import TrainSection
-from .views import DataView, ScheduleView
+from .views import DataView, ScheduleView, Shown
 
 if TYPE_CHECKING:
     import torch
@@ -118,7 +119,14 @@ class TrainerState:
     num_skipped_steps: int = field(default=0, metadata=_OURS)
     kernels: Kernels = field(default_factory=Kernels, metadata=_OURS)
     fitted: FittedSizes = field(default_factory=FittedSizes, metadata=_OURS)
+    # What a program or a callback has set as ``args.NAME``.
+    added: dict[str, Any] = field(default_factory=dict, metadata=_OURS)
     pending: list[str] = field(default_factory=list, metadata=_OURS)  # flags a stop left raised
+
+    @property
+    def is_hyper_param_search(self) -> bool:
+        """False: each trial of a sweep is a run of its own."""
+        return False
 
     @property
     def num_skipped(self) -> int:
@@ -186,9 +194,10 @@ _FLAGS = tuple(each.name for each in fields(TrainerControl) if each.name != "sto
 Metrics = Mapping[str, float]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Context:
-    """The parts of a run that callbacks may read."""
+    """The parts of a run that callbacks may read. The names of the Hugging Face Trainer's arguments
+    are here, too, to be read; a name that is new can be set, and is part of every checkpoint."""
 
     section: TrainSection
     model: nn.Module
@@ -200,6 +209,45 @@ class Context:
     processing_class: PreTrainedTokenizerBase | None = None  # the tokenizer, with the template
     train_dataloader: DataView | None = None
     eval_dataloader: DataView | None = None
+    shown: Mapping[str, Shown] = field(default_factory=dict, repr=False)  # the Trainer's names
+    state: TrainerState = field(default_factory=TrainerState, repr=False)
+
+    def __getattr__(self, name: str) -> Any:
+        """An argument of the Trainer, or what was set: only for names that are no member."""
+        members = self.__dict__
+        if "state" in members and name in members["state"].added:
+            return members["state"].added[name]
+        if name in members.get("shown", ()):
+            return members["shown"][name].value
+        raise AttributeError(f"args has no {name!r}; set it as args.{name}")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in type(self).__dataclass_fields__ and name not in self.__dict__:
+            object.__setattr__(self, name, value)  # while it is made
+            return
+        if name in self.shown:
+            setting = self.shown[name].setting
+            raise RecipeError(f"args.{name}: it only shows a setting; set {setting} in the recipe")
+        if name in type(self).__dataclass_fields__ or hasattr(type(self), name):
+            raise RecipeError(f"args.{name}: it is a part of the run; choose another name")
+        try:
+            is_plain = json.loads(json.dumps(value, allow_nan=False)) == value
+        except (TypeError, ValueError):
+            is_plain = False
+        if not is_plain:
+            raise RecipeError(
+                f"args.{name}: a {type(value).__name__} cannot be part of a checkpoint; set finite "
+                "numbers, text, lists, or mappings of text to these"
+            )
+        self.state.added[name] = value
+
+    def to_dict(self) -> dict[str, object]:
+        """The Trainer's arguments, and what was set."""
+        return {name: each.value for name, each in self.shown.items()} | self.state.added
+
+    def to_json_string(self) -> str:
+        """The same as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -329,6 +377,7 @@ class _Listener:
     method: Callable[..., object]
     parts: tuple[str, ...]
     details: tuple[str, ...]
+    is_theirs: bool  # not of our base class
 
     @classmethod
     def of(cls, member: object, event: str) -> _Listener | None:
@@ -344,7 +393,12 @@ class _Listener:
         def taken(available: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(name for name in available if takes_all or name in names)
 
-        return cls(method, taken(_PARTS), taken(_DETAILS.get(event, ())))
+        return cls(
+            method,
+            taken(_PARTS),
+            taken(_DETAILS.get(event, ())),
+            not isinstance(member, TrainerCallback),
+        )
 
 
 @dataclass
@@ -374,13 +428,27 @@ class Callbacks:
             for event, listeners in found.items()
         }
 
-    def emit(self, event: str, *, state: TrainerState | None = None, **details: Metrics) -> None:
-        """Call ``event`` of every callback; ``state`` in place of the run's, if it is given."""
+    def emit_evaluated(self, metrics: Metrics, best: float | None) -> None:
+        """``on_evaluate``. Callbacks that are written for the Hugging Face Trainer compare with
+        ``best``, the best metric before this evaluation, as it is updated after the event there."""
+        self.emit("on_evaluate", theirs=replace(self.state, best_metric=best), metrics=metrics)
+
+    def emit(
+        self,
+        event: str,
+        *,
+        state: TrainerState | None = None,
+        theirs: TrainerState | None = None,
+        **details: Metrics,
+    ) -> None:
+        """Call ``event`` of every callback; ``state`` in place of the run's, if it is given, and
+        ``theirs`` for those that do not derive from ours."""
         with self.progress.during(CALLBACKS):
             for listener in self._listeners[event]:
                 given = {name: getattr(self.args, name) for name in listener.parts}
                 given |= {name: details[name] for name in listener.details}
-                returned = listener.method(self.args, state or self.state, self.control, **given)
+                seen = (theirs if listener.is_theirs else None) or state or self.state
+                returned = listener.method(self.args, seen, self.control, **given)
                 if returned is not None and returned is not self.control:
                     self._obey(returned, listener.method)
 

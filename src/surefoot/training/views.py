@@ -14,6 +14,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Shown:
+    """A value under a name of the Hugging Face Trainer's arguments."""
+
+    value: object
+    setting: str  # of the recipe
+
+
+@dataclass(frozen=True)
 class DataView:
     """Examples, and in how many batches they are read: ``len``, as that of a ``DataLoader``."""
 

@@ -89,3 +89,64 @@ def test_a_metric_that_is_not_finite_can_stop_a_run(tmp_path):
 
     trainer = small.trainer(tmp_path, Stops())
     assert trainer.fit().global_step < trainer.state.max_steps
+
+
+def test_early_stopping_of_transformers_stops_where_ours_does(tmp_path):
+    """Not at once: a new best counts as one, as the state has the best of before."""
+    better = {"optim": {"adamw": {"learning_rate": 0.003}}}
+    theirs = transformers.EarlyStoppingCallback(early_stopping_patience=1)
+    recipe = save_recipe(tmp_path, train={"eval_steps": 1, "max_steps": 6}, **better)
+    run = surefoot.train(recipe, callbacks=[theirs], **{"train.load_best_model_at_end": True})
+    again = {"output_dir": str(tmp_path / "other"), "early_stopping_patience": 1}
+    ours = surefoot.train(recipe, train=again)
+    assert run.global_step == ours.global_step > 1
+
+
+class Sets:
+    """Counts in ``args.a``; the other callback reads it."""
+
+    def on_step_end(self, args, state, control):
+        args.a = getattr(args, "a", 19) + 1
+
+
+class Reads:
+    def on_step_end(self, args, state, control):
+        self.names = args.to_dict()
+        assert args.learning_rate == 0.003
+        assert args.logging_steps == 0
+        assert args.eval_strategy == "steps"
+
+
+def test_a_name_that_is_set_reaches_other_callbacks_and_a_resume(tmp_path):
+    recipe, reads = save_recipe(tmp_path), Reads()
+    surefoot.train(recipe, callbacks=[Sets, reads])
+    assert reads.names["a"] == 23
+    surefoot.train(recipe, callbacks=[Sets, reads], **{"train.max_steps": 6})
+    assert (reads.names["a"], reads.names["max_steps"]) == (25, 6)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("learning_rate", 1.0, r"set optim\.learning_rate in the recipe"),
+        ("model", None, "choose another name"),
+        ("a", object(), "cannot be part of a checkpoint"),
+    ],
+)
+def test_settings_and_parts_cannot_be_set(name, value, says, tmp_path):
+    class Setting(TrainerCallback):
+        def on_init_end(self, args, state, control):
+            setattr(args, name, value)
+
+    with pytest.raises(RecipeError, match=says):
+        surefoot.train(save_recipe(tmp_path), callbacks=[Setting])
+
+
+def test_the_callbacks_of_transformers_run(tmp_path, capsys):
+    from transformers.integrations import TensorBoardCallback
+
+    theirs = [transformers.PrinterCallback, transformers.ProgressCallback, TensorBoardCallback]
+    recipe = save_recipe(tmp_path, train={"log_steps": 1, "output_dir": str(tmp_path / "run")})
+    surefoot.train(recipe, callbacks=theirs)
+    assert "'eval_loss'" in capsys.readouterr().out
+    assert [*(tmp_path / "run").rglob("events.out.tfevents.*")]
