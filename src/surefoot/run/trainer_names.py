@@ -3,7 +3,9 @@ that are written for it read them."""
 
 from __future__ import annotations
 
+from ..errors import RecipeError
 from ..recipe.recipe import Recipe
+from ..training.callback import MEMBERS
 from ..training.views import Shown
 
 
@@ -53,6 +55,12 @@ def trainer_names(recipe: Recipe) -> dict[str, Shown]:
         "load_best_model_at_end": (train.load_best_model_at_end, "train.load_best_model_at_end"),
         "report_to": (list(train.report_to), "train.report_to"),
     }
+    for name, value in train.extra.items():
+        if name in found or name in MEMBERS:
+            raise RecipeError(
+                f"train.extra.{name}: args.{name} exists already; choose another name"
+            )
+        found[name] = value, f"train.extra.{name}"
     return {name: Shown(value, setting) for name, (value, setting) in found.items()}
 
 

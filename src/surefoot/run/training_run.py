@@ -25,7 +25,7 @@ from ..recipe.recipe import Recipe, load, read
 from ..recipe.recipe_data import find_base, settled, with_batch_sizes
 from ..storage.files import raising, read_json, write_aside
 from ..storage.memory import allocator_message, is_out_of_memory
-from ..training.callback import Record, TrainerState
+from ..training.callback import Record, TrainerState, made
 from ..training.callbacks.metric_files import METRICS, restore
 from ..training.evaluation import EVALUATION
 from ..training.trainer import Trainer
@@ -152,6 +152,7 @@ def run(
     it is that of this process, which says nothing in a worker of a cluster. ``began`` is when the
     launch did, in seconds since 1970, if that was before this call."""
     began = time.time() if began is None else began
+    callbacks = [made(each) for each in callbacks]  # what is none is an error before all else
     with (
         joined(recipe.parallel) as joined_world,
         watched(joined_world, recipe.parallel, recipe.train.folder) as world,

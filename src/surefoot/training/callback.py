@@ -215,10 +215,10 @@ class Context:
     def __getattr__(self, name: str) -> Any:
         """An argument of the Trainer, or what was set: only for names that are no member."""
         members = self.__dict__
-        if "state" in members and name in members["state"].added:
-            return members["state"].added[name]
         if name in members.get("shown", ()):
             return members["shown"][name].value
+        if "state" in members and name in members["state"].added:
+            return members["state"].added[name]
         raise AttributeError(f"args has no {name!r}; set it as args.{name}")
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -228,7 +228,7 @@ class Context:
         if name in self.shown:
             setting = self.shown[name].setting
             raise RecipeError(f"args.{name}: it only shows a setting; set {setting} in the recipe")
-        if name in type(self).__dataclass_fields__ or hasattr(type(self), name):
+        if name in MEMBERS:
             raise RecipeError(f"args.{name}: it is a part of the run; choose another name")
         try:
             is_plain = json.loads(json.dumps(value, allow_nan=False)) == value
@@ -243,7 +243,7 @@ class Context:
 
     def to_dict(self) -> dict[str, object]:
         """The Trainer's arguments, and what was set."""
-        return {name: each.value for name, each in self.shown.items()} | self.state.added
+        return self.state.added | {name: each.value for name, each in self.shown.items()}
 
     def to_json_string(self) -> str:
         """The same as JSON."""
@@ -263,6 +263,9 @@ class Context:
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The former name of ``processing_class``."""
         return self.processing_class
+
+
+MEMBERS = frozenset({*dir(Context), *(each.name for each in fields(Context))})
 
 
 class TrainerCallback:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import transformers
+import yaml
 
 import small
 import surefoot
@@ -78,6 +79,7 @@ def test_what_is_no_callback_is_refused_before_the_run(callback, says, tmp_path)
     recipe = save_recipe(tmp_path)
     with pytest.raises(RecipeError, match=says):
         surefoot.train(recipe, callbacks=[callback])
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_metric_that_is_not_finite_can_stop_a_run(tmp_path):
@@ -150,3 +152,22 @@ def test_the_callbacks_of_transformers_run(tmp_path, capsys):
     surefoot.train(recipe, callbacks=theirs)
     assert "'eval_loss'" in capsys.readouterr().out
     assert [*(tmp_path / "run").rglob("events.out.tfevents.*")]
+
+
+def test_free_values_of_a_recipe_reach_callbacks_and_may_change_on_a_resume(tmp_path):
+    seen = []
+
+    class Sees(TrainerCallback):
+        def on_train_begin(self, args, state, control):
+            seen.append((args.team, args.limits["days"]))
+
+    recipe = save_recipe(tmp_path)
+    extra = {"team": "red", "limits": {"days": [1, 2]}}
+    surefoot.train(recipe, callbacks=[Sees], train={"extra": extra})
+    written = (tmp_path / "run" / "checkpoint-4" / "recipe.yaml").read_text()
+    assert yaml.safe_load(written)["train"]["extra"] == extra
+    changed = {"extra": {**extra, "team": "blue"}, "max_steps": 5}
+    assert surefoot.train(recipe, callbacks=[Sees], train=changed).global_step == 5
+    assert seen == [("red", [1, 2]), ("blue", [1, 2])]
+    with pytest.raises(RecipeError, match=r"train\.extra\.learning_rate: .*choose another name"):
+        surefoot.train(recipe, train={"extra": {"learning_rate": 1.0}, "max_steps": 6})
