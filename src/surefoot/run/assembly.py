@@ -48,7 +48,7 @@ from .policy import (
     open_policy,
     settle_packing,
 )
-from .trainer_names import trainer_names
+from .trainer_names import argument_values
 
 logger = logging.getLogger(__name__)
 
@@ -255,7 +255,7 @@ def build_trainer(
         eval_dataloader=DataView.of(
             {name: each.examples for name, each in columns.evals.items()}, memory.forward_size
         ),
-        shown=trainer_names(recipe),
+        shown=argument_values(recipe),
         state=state,
     )
     return Trainer(

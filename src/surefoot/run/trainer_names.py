@@ -9,7 +9,7 @@ from ..training.callback import MEMBERS
 from ..training.views import Shown
 
 
-def trainer_names(recipe: Recipe) -> dict[str, Shown]:
+def argument_values(recipe: Recipe) -> dict[str, Shown]:
     """The value of each argument, and the setting that it is."""
     train, optim, saves = recipe.train, recipe.optim, recipe.checkpoint
     metric = train.metric_for_best_model

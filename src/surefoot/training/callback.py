@@ -445,7 +445,7 @@ class Callbacks:
         **details: Metrics,
     ) -> None:
         """Call ``event`` of every callback; ``state`` in place of the run's, if it is given, and
-        ``theirs`` for those that do not derive from ours."""
+        ``theirs`` for those without the base class above."""
         with self.progress.during(CALLBACKS):
             for listener in self._listeners[event]:
                 given = {name: getattr(self.args, name) for name in listener.parts}
