@@ -219,7 +219,7 @@ class Poison(TrainerCallback):
 def poisoned(folder, place, *members, **options):
     built = small.trainer(folder, *members, **options)
     places = place if isinstance(place, list) else [place]
-    built.callbacks.members.append(Poison(built, places))
+    built.callbacks.add(Poison(built, places))
     return built
 
 

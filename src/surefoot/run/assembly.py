@@ -23,7 +23,7 @@ from ..parallel.world import ALONE, World
 from ..recipe.files import RUN_RECIPE
 from ..recipe.recipe import Recipe, dump
 from ..recipe.recipe_data import settled
-from ..training.callback import Callbacks, Context, TrainerCallback, TrainerControl, TrainerState
+from ..training.callback import Callbacks, Context, TrainerControl, TrainerState
 from ..training.callbacks.launches import NAME as LAUNCHES
 from ..training.callbacks.metric_files import METRICS, TENSORBOARD
 from ..training.control import LogAccumulator, Trigger, standard_callbacks
@@ -31,6 +31,7 @@ from ..training.kept_rollouts import KeptRollouts
 from ..training.out_of_memory import MemoryGuard
 from ..training.stage import POLICY
 from ..training.trainer import Trainer
+from ..training.views import DataView
 from ..training.windows import Windows, num_steps
 from . import _data_loading as data_loading
 from .code_files import check_code, code_of
@@ -47,6 +48,7 @@ from .policy import (
     open_policy,
     settle_packing,
 )
+from .trainer_names import argument_values
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +92,7 @@ class Start:
 def build(
     recipe: Recipe,
     *,
-    callbacks: Sequence[TrainerCallback] = (),
+    callbacks: Sequence[object] = (),
     resume: Path | Start | None = None,
     world: World = ALONE,
     listeners: Sequence[SaveListener] = (),
@@ -209,7 +211,7 @@ def build_trainer(
     networks: Mapping[str, Network],
     columns: RunColumns,
     saver: AsyncSaver,
-    members: Sequence[TrainerCallback],
+    members: Sequence[object],
     feeder: AbstractContextManager[object],
     *,
     trial: Around | None = None,
@@ -244,7 +246,18 @@ def build_trainer(
     evaluation.version.state = state  # which its contexts read
     learner, control = build_learner(recipe, policy, max_steps, trial), TrainerControl()
     counts = loader.num_examples, windows.steps_per_epoch
-    args = Context(section, policy.module, learner, section.folder, *counts)
+    args = Context(
+        *(section, policy.module, learner, section.folder, *counts),
+        processing_class=codec.tokenizer,
+        train_dataloader=DataView(
+            columns.data.whole, section.global_batch_size, windows.steps_per_epoch
+        ),
+        eval_dataloader=DataView.of(
+            {name: each.examples for name, each in columns.evals.items()}, memory.forward_size
+        ),
+        shown=argument_values(recipe),
+        state=state,
+    )
     return Trainer(
         section=section,
         stage=stage,

@@ -65,7 +65,7 @@ FREE = (  # beginnings of their paths
     *("model.attention", "model.compile", "model.gradient_checkpointing"),
     *("train.output_dir", "train.num_epochs", "train.max_steps", "train.micro_batch_size"),
     *("train.on_nan", "train.max_skipped_steps", "train.report_", "train.deterministic"),
-    *("train.project", "train.run_name", "train.webhook"),
+    *("train.project", "train.run_name", "train.webhook", "train.extra"),
     *("train.load_best_model_at_end", "train.cache_dir", "train.on_out_of_memory"),
     *("train.push_to_hub", "train.hub_"),
     *("train.log_", "train.eval_", "train.early_", "train.metric_", "train.greater_"),

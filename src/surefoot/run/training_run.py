@@ -25,7 +25,7 @@ from ..recipe.recipe import Recipe, load, read
 from ..recipe.recipe_data import find_base, settled, with_batch_sizes
 from ..storage.files import raising, read_json, write_aside
 from ..storage.memory import allocator_message, is_out_of_memory
-from ..training.callback import Record, TrainerCallback, TrainerState
+from ..training.callback import Record, TrainerState, made
 from ..training.callbacks.metric_files import METRICS, restore
 from ..training.evaluation import EVALUATION
 from ..training.trainer import Trainer
@@ -89,7 +89,7 @@ class Outcome:
 def train(
     recipe: Recipe | str | Path | Mapping[str, object],
     *,
-    callbacks: Sequence[TrainerCallback] = (),
+    callbacks: Sequence[object] = (),
     trust_pickle: bool = False,
     train_dataset: Rows | None = None,
     eval_dataset: Rows | None = None,
@@ -140,7 +140,7 @@ def train(
 def run(
     recipe: Recipe,
     *,
-    callbacks: Sequence[TrainerCallback] = (),
+    callbacks: Sequence[object] = (),
     trust_pickle: bool = False,
     parts: StageParts = AS_IN_THE_RECIPE,
     choose: SizeChoice = no_choice,
@@ -152,6 +152,7 @@ def run(
     it is that of this process, which says nothing in a worker of a cluster. ``began`` is when the
     launch did, in seconds since 1970, if that was before this call."""
     began = time.time() if began is None else began
+    callbacks = [made(each) for each in callbacks]  # what is none is an error before all else
     with (
         joined(recipe.parallel) as joined_world,
         watched(joined_world, recipe.parallel, recipe.train.folder) as world,
@@ -174,7 +175,7 @@ def run(
 def _run(
     recipe: Recipe,
     world: World,
-    callbacks: Sequence[TrainerCallback],
+    callbacks: Sequence[object],
     trust_pickle: bool,
     parts: StageParts,
     choose: SizeChoice,

@@ -210,7 +210,8 @@ def describe(hint: object) -> str:
     if origin is tuple:
         return "a list of " + MANY.get(args[0], describe(args[0]).replace("one of", "any of"))
     if origin is Mapping:
-        return f"names with {MANY.get(args[1], describe(args[1]))}"
+        values = "any values" if args[1] is Any else MANY.get(args[1], describe(args[1]))
+        return f"names with {values}"
     if origin in (Union, types.UnionType):
         return " or ".join(describe(arg) for arg in args)
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):

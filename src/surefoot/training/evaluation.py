@@ -144,10 +144,11 @@ def record_evaluation(
             f"train.metric_for_best_model: no metric {name!r}; "
             f"expected one of {', '.join(sorted(metrics))}"
         )
+    best = state.best_metric
     if is_better(metrics[name], state.best_metric, greater=section.is_greater_better):
         state.best_metric, state.best_global_step = metrics[name], state.global_step
         control.should_save |= section.load_best_model_at_end
-    callbacks.emit("on_evaluate", metrics=metrics)
+    callbacks.emit_evaluated(metrics, best)
 
 
 def is_better(new: float, old: float | None, *, greater: bool, by: float = 0.0) -> bool:

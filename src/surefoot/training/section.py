@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -103,6 +104,9 @@ class TrainSection:
     callbacks: tuple[Annotated[object, Variants(CALLBACKS)], ...] = ()
     """Callbacks that installed plugins add, called after those of Surefoot; ``surefoot plugins``
     lists them."""
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Values of your own for callbacks, which read them as ``args.NAME``. Training ignores them; a
+    resume takes changed ones from then on."""
     report_to: Annotated[tuple[TrackerName, ...], BeforeValidator(_trackers)] = ()
     """Trackers in addition to ``metrics.jsonl``. ``wandb`` needs
     ``pip install 'surefoot[wandb]'``, and so on; ``none`` is the same as none of them.
