@@ -132,7 +132,7 @@ def trainer(
     trained = network.trained(optim)
     step = Step(
         trained.optimizer,
-        optim.schedule_over(section.max_steps),
+        optim.schedule_over(section.max_steps, state.reductions),
         partial(network.forward_backward, spec=stage.spec),
         section.max_grad_norm,
         LossScaler(enabled=precision == "fp16"),

@@ -356,8 +356,16 @@ def evaluating_needs_data(recipe: Recipe) -> Iterator[Problem]:
 
 
 def best_needs_evaluations(recipe: Recipe) -> Iterator[Problem]:
-    """The best checkpoint and early stopping need evaluations."""
+    """The best checkpoint, early stopping and a schedule that follows a metric need evaluations."""
     if _evaluates(recipe) is None:
+        optim = recipe.optim
+        if optim.follows_evaluations:
+            name = schema.variant_name(OPTIMIZERS, optim)
+            message = (
+                f"{optim.schedule} needs evaluations; set train.eval_steps, eval_minutes or "
+                "eval_epoch, and data.val_size or data.eval_datasets"
+            )
+            yield Problem(("optim", name, "schedule"), message)
         for name in ("load_best_model_at_end", "early_stopping_patience"):
             if getattr(recipe.train, name):
                 message = "needs evaluations; set train.eval_steps, eval_minutes or eval_epoch"

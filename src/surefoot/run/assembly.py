@@ -244,7 +244,7 @@ def build_trainer(
         fitted=memory.sizes,
     )
     evaluation.version.state = state  # which its contexts read
-    learner, control = build_learner(recipe, policy, max_steps, trial), TrainerControl()
+    learner, control = build_learner(recipe, policy, state, trial), TrainerControl()
     counts = loader.num_examples, windows.steps_per_epoch
     args = Context(
         *(section, policy.module, learner, section.folder, *counts),

@@ -72,7 +72,9 @@ FREE = (  # beginnings of their paths
     *("data.cache_dir", "data.max_broken_rows", "data.packing"),
     *("stage.grpo.sampler", "stage.ppo.sampler", "stage.distill.sampler"),  # it may have moved
 )
-_OF_SCHEDULES = ("train.num_epochs", "train.max_steps")  # of FREE: they change later weights
+# Of FREE: they change later weights; the second, if the learning rate follows evaluations.
+_OF_SCHEDULES = ("train.num_epochs", "train.max_steps")
+_OF_EVALUATIONS = ("train.eval_", "train.metric_", "train.greater_")
 
 
 class RunUploads(TrainerCallback, AbstractContextManager["RunUploads"]):
@@ -377,10 +379,11 @@ def _requested_checkpoint(resume: str, folder: RunFolder, recipe: Recipe) -> Pat
 
 def lineage_of(recipe: Recipe) -> str:
     """A hash of the settings on which the weights after a number of steps depend."""
+    counts = (*_OF_SCHEDULES, *(_OF_EVALUATIONS if recipe.optim.follows_evaluations else ()))
     settings = {
         path: value
         for path, value in _flat(schema.write(recipe), ())
-        if path.startswith(_OF_SCHEDULES) or not path.startswith(FREE)
+        if path.startswith(counts) or not path.startswith(FREE)
     }
     return digest(json.dumps(settings, sort_keys=True, default=str).encode())
 

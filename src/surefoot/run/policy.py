@@ -33,7 +33,7 @@ from ..network.open import open_network, refuse_early
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import open_codec, tokenizer_folder
-from ..training.callback import Kernels
+from ..training.callback import Kernels, TrainerState
 from ..training.precompute import model_of
 from ..training.step import Learner, Step
 from ..training.trainer import Trainer
@@ -172,14 +172,14 @@ def end_with_responses(policy: Network, codec: Codec) -> None:
 
 
 def build_learner(
-    recipe: Recipe, policy: Network, max_steps: int, around: Around | None
+    recipe: Recipe, policy: Network, state: TrainerState, around: Around | None
 ) -> Learner:
     """The policy with its optimizer."""
     world, trained = policy.world, policy.trained(recipe.optim)
     run_window: StepRunner = partial(policy.forward_backward, spec=recipe.stage.spec)
     step = Step(
         trained.optimizer,
-        recipe.optim.schedule_over(max_steps),
+        recipe.optim.schedule_over(state.max_steps, state.reductions),
         around(run_window) if around else run_window,
         recipe.train.max_grad_norm,
         LossScaler(enabled=choose(recipe.train.precision) == "fp16"),

@@ -17,6 +17,7 @@ from signal import Signals
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ..errors import RecipeError, RunError
+from ..optim.plateau import Reductions
 from ..parallel.progress import CALLBACKS, Progress
 from .section import TrainSection
 from .views import DataView, ScheduleView, Shown
@@ -122,6 +123,8 @@ class TrainerState:
     # What a program or a callback has set as ``args.NAME``.
     added: dict[str, Any] = field(default_factory=dict, metadata=_OURS)
     pending: list[str] = field(default_factory=list, metadata=_OURS)  # flags a stop left raised
+    # What evaluations have left of the learning rate.
+    reductions: Reductions = field(default_factory=Reductions, metadata=_OURS)
 
     @property
     def is_hyper_param_search(self) -> bool:
@@ -144,7 +147,8 @@ class TrainerState:
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore ``state``, but keep the length of this run and the rank of this process."""
-        not_restored = {"max_steps", "num_train_epochs", "train_batch_size", "kernels", "fitted"}
+        not_restored = {"max_steps", "num_train_epochs", "train_batch_size"}
+        not_restored |= {"kernels", "fitted", "reductions"}  # as objects that others have, too
         # Rank 0 has saved its own.
         not_restored |= {"is_local_process_zero", "is_world_process_zero"}
         for attribute in fields(self):
@@ -152,8 +156,9 @@ class TrainerState:
                 setattr(self, attribute.name, state[attribute.name])
         self.skipped_windows = [(epoch, index) for epoch, index in self.skipped_windows]
         self.kernels.load_state_dict(state)
-        fitted = state.get("fitted")
-        self.fitted.load_state_dict(fitted if isinstance(fitted, Mapping) else {})
+        for name in ("fitted", "reductions"):
+            saved = state.get(name)
+            getattr(self, name).load_state_dict(saved if isinstance(saved, Mapping) else {})
 
     def for_people(
         self, steps: tuple[int | None, int | None, int | None], best: str | None

@@ -147,7 +147,7 @@ def _inferred(opened: Sequence[TensorFile], shapes: Shapes, where: Path) -> Stra
         for config, strategy in reversed(fitting)
     }
     if len(ways) > 1:
-        readings = " and ".join(map(_told, ways.values()))
+        readings = " and ".join(map(_settings_of, ways.values()))
         raise CheckpointError(f"{where}: the shapes fit {readings}; {_ASK}")
     return fitting[0][1]
 
