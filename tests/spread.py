@@ -4,6 +4,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -105,7 +106,8 @@ def trainer(
     columns, networks = precompute(
         recipe, data, {"policy": folder}, codec, world, lambda needs_start: network, opened
     )
-    return build_trainer(recipe, codec, networks, columns, saver, callbacks, nullcontext())
+    parts = codec or SimpleNamespace(tokenizer=None, media=None)  # examples are given
+    return build_trainer(recipe, parts, networks, columns, saver, callbacks, nullcontext())
 
 
 def save_another(path, kind, changes):
