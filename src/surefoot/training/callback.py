@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from signal import Signals
@@ -409,31 +409,36 @@ class _Listener:
         )
 
 
-@dataclass
 class Callbacks:
     """All callbacks of a run, called in order."""
 
-    args: Context
-    state: TrainerState
-    control: TrainerControl
-    members: Sequence[object] = field(default_factory=list)
-    progress: Progress = field(default_factory=Progress)
-    _listeners: dict[str, list[_Listener]] = field(init=False)
+    def __init__(
+        self,
+        args: Context,
+        state: TrainerState,
+        control: TrainerControl,
+        members: Iterable[object] = (),
+        progress: Progress | None = None,
+    ) -> None:
+        self.args, self.state, self.control = args, state, control
+        self.progress = progress or Progress()
+        self._set_members(made(member) for member in members)
 
-    def __post_init__(self) -> None:
-        self.members = [made(member) for member in self.members]
-        self._listen()
+    @property
+    def members(self) -> tuple[object, ...]:
+        """Those that are called; which methods they have is looked up when they come in."""
+        return self._members
 
     def add(self, callback: object) -> None:
         """Call ``callback``, an object or a class, after the others."""
-        self.members = [*self.members, made(callback)]
-        self._listen()
+        self._set_members((*self.members, made(callback)))
 
-    def _listen(self) -> None:
-        found = {event: [_Listener.of(m, event) for m in self.members] for event in EVENTS}
+    def _set_members(self, members: Iterable[object]) -> None:
+        self._members = tuple(members)
+        listeners = {event: [_Listener.of(m, event) for m in self._members] for event in EVENTS}
         self._listeners = {
-            event: [each for each in listeners if each is not None]
-            for event, listeners in found.items()
+            event: [each for each in found if each is not None]
+            for event, found in listeners.items()
         }
 
     def emit_evaluated(self, metrics: Metrics, best: float | None) -> None:
