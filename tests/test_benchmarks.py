@@ -34,6 +34,14 @@ def test_a_benchmark_is_importable_and_explains_itself_without_its_peers(name):
     assert "--repetitions" in done.stdout
 
 
+def test_a_benchmark_that_times_says_how_busy_the_machine_was():
+    clocks = re.compile(r"time\.(monotonic|perf_counter|process_time)|import .*\btimed\b")
+    texts = {file.name: file.read_text() for file in FOLDER.glob("*.py")}
+    timing = {name for name, text in texts.items() if clocks.search(text) and "def main" in text}
+    assert timing
+    assert not {name for name in timing if "machine()" not in texts[name]}
+
+
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_results_give_the_command_of_every_benchmark(name):
     assert re.search(rf"^\.venv/bin/python benchmarks/{name}\b", RESULTS, re.MULTILINE)
