@@ -23,7 +23,7 @@ import httpx
 import measure
 import psutil
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "plugins"))
 from board import browser
 from board.runs import COMPLETE, write_run
 from board.serving import Server
