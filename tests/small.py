@@ -25,6 +25,7 @@ from surefoot.optim._variants.adamw import AdamW
 from surefoot.parallel.world import ALONE
 from surefoot.stages import SFT
 from surefoot.training.callback import (
+    EVENTS,
     Callbacks,
     Context,
     TrainerCallback,
@@ -57,17 +58,25 @@ class Seen(TrainerCallback):
     def __init__(self):
         self.logs, self.events = [], []
 
-    def on_log(self, args, state, control, logs):
-        self.logs.append(dict(logs))
-
-    def __getattribute__(self, name):
-        if name.startswith("on_"):
-            object.__getattribute__(self, "events").append(name)
-        return object.__getattribute__(self, name)
+    def note(self, event, logs=None):
+        self.events.append(event)
+        if event == "on_log":
+            self.logs.append(dict(logs))
 
     @property
     def losses(self):
         return {log["step"]: log["loss"] for log in self.logs if "loss" in log}
+
+
+def _noting(event):
+    def method(self, args, state, control, logs=None, **parts):
+        self.note(event, logs)
+
+    return method
+
+
+for _event in EVENTS:
+    setattr(Seen, _event, _noting(_event))
 
 
 class StopAt(TrainerCallback):
@@ -123,7 +132,7 @@ def trainer(
     trained = network.trained(optim)
     step = Step(
         trained.optimizer,
-        optim.schedule_over(section.max_steps),
+        optim.schedule_over(section.max_steps, state.reductions),
         partial(network.forward_backward, spec=stage.spec),
         section.max_grad_norm,
         LossScaler(enabled=precision == "fp16"),

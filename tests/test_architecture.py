@@ -20,8 +20,8 @@ LAZY |= {"jieba", "nltk.translate.bleu_score", "rouge_chinese", "sacrebleu.metri
 LAZY |= {"modelscope_hub", "llguidance", "llguidance.hf", "gguf", "importlib.metadata"}
 # What a recipe names is read without these; they come with the first call.
 LATER, LATER_FILES = (
-    {"torch", "numpy"},
-    {"batch", "data/text/collation"},
+    {"torch", "numpy", "transformers"},
+    {"batch", "data/text/collation", "plugins/mindspore/slicing"},
 )
 LATER_FILES |= {"stages/_dpo", "training/losses"}
 LATER_FILES |= {"plugins/migrate/rules", "plugins/board/metrics"}

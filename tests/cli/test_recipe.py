@@ -69,7 +69,7 @@ def test_convert_prints_a_recipe_and_names_what_it_did_not_look_at(tmp_path):
     recipe.write_text(result.stdout)
     assert load(recipe).model.path == "m"
     file.write_text("run_mode: eval")
-    assert "use `surefoot eval MODEL`" in run("convert", file).stderr
+    assert "use `surefoot eval RECIPE`" in run("convert", file).stderr
 
 
 def test_convert_prints_the_recipe_of_llamafactorys_arguments(tmp_path):

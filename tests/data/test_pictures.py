@@ -1,9 +1,13 @@
 """Rows with pictures: where they stand, how long their placeholders are, what is refused."""
 
+import ast
 import base64
+import contextlib
 import io
 import json
 import shutil
+import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,15 +15,18 @@ from PIL import Image, ImageFile, PngImagePlugin
 from transformers import AutoProcessor
 
 import pictures
+import surefoot
 from surefoot.batch import IGNORE_INDEX
 from surefoot.data.example import MEDIUM
-from surefoot.data.media.files import Seen, seen_in
+from surefoot.data.media.files import FORMATS, MediaFiles, Seen, seen_in
 from surefoot.data.rows.registry import read_entry
+from surefoot.data.section import MediaSection
 from surefoot.data.training_data import prepare
 from surefoot.errors import DataError
 from surefoot.recipe.recipe_data import encoding_of, open_codec
 from surefoot.use.data_check.check import check_data
 
+SOURCE = Path(surefoot.__file__).parent
 PROCESSED = ("llava", "idefics3", "gemma3")  # whose processors need Pillow only
 
 
@@ -343,3 +350,35 @@ def test_each_picture_that_cannot_be_read_is_named_and_the_others_are_checked(ki
 def test_a_model_of_text_says_that_it_reads_no_pictures(codec, tmp_path):
     with pytest.raises(DataError, match="the row has pictures, and this model or stage reads text"):
         pictures.text_codec(codec).encode_chats([read(tmp_path, asked("<image>", ["a.png"]))])
+
+
+@pytest.mark.filterwarnings("ignore:IM image format")
+def test_only_pixels_are_read_whatever_a_file_is_named(tmp_path, monkeypatch):
+    """Pillow gives EPS to Ghostscript, which would run a stranger's PostScript."""
+    monkeypatch.setattr(subprocess, "Popen", None)  # any program that is started fails the test
+    media = MediaFiles(MediaSection(), tmp_path, None)
+    Image.init()
+    refused = set()
+    for name in sorted(Image.SAVE.keys() & Image.OPEN.keys()):
+        buffer = io.BytesIO()
+        with contextlib.suppress(OSError, ValueError):  # no format of colors
+            Image.new("RGB", (64, 64), "red").save(buffer, format=name)
+            (tmp_path / "x.png").write_bytes(buffer.getvalue())
+            if name in (*FORMATS, "MPO"):  # telephones' JPEG
+                assert media.decode(media.look("x.png")).size == (64, 64)
+            else:
+                with pytest.raises(DataError, match="expected one of PNG, JPEG, WEBP"):
+                    media.look("x.png")
+                refused.add(name)
+    assert {"EPS", "ICO", "PCX"} <= refused
+
+
+def test_every_picture_is_opened_by_the_list_of_formats():
+    opened = [
+        call
+        for file in SOURCE.rglob("*.py")
+        for call in ast.walk(ast.parse(file.read_text()))
+        if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("Image.open")
+    ]
+    assert len(opened) == 1
+    assert "formats=FORMATS" in ast.unparse(opened[0])

@@ -23,6 +23,7 @@ from surefoot.recipe.recipe import load
 from surefoot.storage import child
 
 FEW = ["train.max_steps=4", "train.eval_steps=2", "checkpoint.save_steps=2", "data.max_samples=24"]
+OWN = ROOT / "docs/how-to/own-model-and-data.md"
 SHORTER = {"train": FEW, "preview": ["data.max_samples=24"], "eval": ["--limit", "2"]}
 SHORTER["bench"] = ["--steps", "2"]
 ONCE = {"make", "pip", "source"}  # how a reader got here, and CI as well
@@ -93,6 +94,13 @@ def with_real_steps(text):
 @pytest.mark.parametrize("page", some([README, DEMO, TUTORIAL], [README]), ids=name)
 def test_a_page_works_from_top_to_bottom(page, desk, capsys):
     follow(page)
+
+
+def test_the_page_of_ones_own_model_trains_from_new_weights(desk):
+    (block,) = [b for b in blocks(OWN, "console") if "new_weights" in b.text]
+    for line, output in steps(block):
+        type_in(f"{line} {' '.join(FEW)}", output, where=str(block))
+    assert checkpoints(Path("runs/from-nothing"))
 
 
 def test_own_data_is_trained_and_evaluated_on_without_the_shops_rows(desk):

@@ -1,6 +1,7 @@
 """A file of prompts is answered by one process and by several, the command starting them."""
 
 import json
+import shutil
 
 import pytest
 
@@ -57,9 +58,31 @@ def test_two_processes_write_what_one_writes(parallel, folder, one, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-def test_ranks_of_mindspore_are_answered_from_without_a_merge(folder, one, tmp_path):
-    weights = f"model.weights={folder / 'theirs'}"
-    predict(folder, tmp_path / "a.jsonl", folder / "base", weights, *SAMPLED, "parallel.tp=2")
+THEIRS = """\
+run_mode: predict
+load_checkpoint: {weights}
+pretrained_model_dir: {model}
+load_ckpt_format: safetensors
+auto_trans_ckpt: True
+use_parallel: True
+parallel_config: {{data_parallel: 1, model_parallel: 2, pipeline_stage: 1}}
+predict_batch_size: 2
+model: {{model_config: {{type: LlamaConfig, do_sample: True, top_k: 0, max_new_tokens: 5}}}}
+"""
+
+
+@pytest.mark.parametrize("is_described", [True, False])
+def test_the_file_of_mindspore_answers_from_its_ranks_without_a_merge(
+    is_described, folder, one, tmp_path
+):
+    """Their four workflows differ in the form of the weights; here they are by rank, with strategy
+    files and without."""
+    weights = tmp_path / "distributed"
+    shutil.copytree(folder / "theirs", weights)
+    if not is_described:
+        shutil.rmtree(weights / "strategy")
+    (tmp_path / "theirs.yaml").write_text(THEIRS.format(weights=weights, model=folder / "base"))
+    predict(folder, tmp_path / "a.jsonl", tmp_path / "theirs.yaml")
     assert (tmp_path / "a.jsonl").read_text() == one
 
 

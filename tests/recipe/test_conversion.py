@@ -147,8 +147,8 @@ def test_weights_with_their_configuration_beside_are_a_model(tmp_path):
     [
         ("load_ckpt_format: ckpt", "theirs.yaml:1:1 load_ckpt_format: 'ckpt': only safetensors"),
         ("load_ckpt_format: ckpt", "mindspore.ckpt_to_safetensors"),
-        ("run_mode: eval", "is not a training run; use `surefoot eval MODEL`"),
-        ("run_mode: predict", "is not a training run; use `surefoot predict MODEL`"),
+        ("run_mode: eval", "is not a training run; use `surefoot eval RECIPE`"),
+        ("run_mode: predict", "is not a training run; `surefoot predict FILE --prompts"),
         ("run_mode: fly", "expected train or finetune"),
         ("seed: x", "seed: expected int, got 'x'"),
         ("src_strategy_path_or_dir: s", "strategy files must be in `strategy` beside"),
@@ -226,5 +226,42 @@ def test_the_optimizer_and_its_schedule_are_the_same_here():
     ],
 )
 def test_what_is_to_be_added_is_told(text, told):
-    (advice,) = convert(parse(text, "theirs.yaml")).advice
+    advice, *_ = convert(parse(text, "theirs.yaml")).advice
     assert told in advice
+
+
+def test_a_model_that_is_named_beside_the_file_counts(tmp_path):
+    """The resume files of the documentation name no model."""
+    (tmp_path / "theirs.yaml").write_text(
+        "run_mode: finetune\nload_checkpoint: out/checkpoint\nresume_training: True\n"
+    )
+    with pytest.raises(RecipeError, match=r"or model.path=MODEL behind the file"):
+        load(tmp_path / "theirs.yaml")
+    recipe = load(
+        tmp_path / "theirs.yaml",
+        ["model.path=base", "data.datasets=[mine]", f"train.output_dir={tmp_path / 'run'}"],
+    )
+    assert recipe.model.path == "base"
+    assert str(recipe.checkpoint.resume) == "out/checkpoint"
+    assert [str(name) for name in recipe.data.datasets] == ["mine"]
+
+
+def test_a_file_without_a_model_or_data_runs_only_with_both(tmp_path):
+    (tmp_path / "theirs.yaml").write_text("run_mode: finetune\nseed: 7\n")
+    for overrides in ([], ["model.path=base"], ["data.datasets=[mine]"]):
+        with pytest.raises(RecipeError, match="to be completed"):
+            load(tmp_path / "theirs.yaml", overrides)
+    both = ["model.path=base", "data.datasets=[mine]", "train.output_dir=run"]
+    assert load(tmp_path / "theirs.yaml", both).train.seed == 7
+
+
+def test_pretraining_begins_with_new_weights_and_asks_for_their_configuration(tmp_path):
+    """Their file for pretraining names no weights; what the model is, is in their own classes."""
+    done = convert(parse("run_mode: train\nload_checkpoint: ''\n", "theirs.yaml"))
+    assert done.settings == {"stage": "pt", "model.new_weights": True}
+    assert "config.json, tokenizer, and no weights" in done.advice[-1]
+    done = convert(parse("run_mode: train\nload_checkpoint: w\n", "theirs.yaml"))
+    assert done.settings == {"stage": "pt", "model.path": "w"}
+    (tmp_path / "theirs.yaml").write_text("run_mode: train\n")
+    words = ["model.path=base", "data.datasets=[mine]", "train.output_dir=run"]
+    assert load(tmp_path / "theirs.yaml", words).model.new_weights

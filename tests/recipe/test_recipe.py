@@ -358,6 +358,7 @@ class Nearest(AdamW):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WithoutChoice:
     bf16_weights: ClassVar[str] = "nearest"
+    follows_evaluations: ClassVar[bool] = False
 
 
 @pytest.mark.parametrize("optimizer", [Nearest, WithoutChoice])
@@ -365,6 +366,21 @@ def test_an_optimizer_s_own_way_of_rounding_is_no_setting_of_the_recipe(optimize
     recipe = dataclasses.replace(small(), optim=optimizer())
     assert recipe.model.dtype != "bfloat16"
     assert [problem for rule in RULES for problem in rule(recipe)] == []
+
+
+def test_a_schedule_that_follows_evaluations_needs_them_and_its_settings_need_it():
+    plateau = {"adamw": {"schedule": "reduce_lr_on_plateau"}}
+    (problem,) = refused_data(optim=plateau)
+    assert problem.startswith("optim.adamw.schedule: reduce_lr_on_plateau needs evaluations; set ")
+    assert "train.eval_steps" in problem and "data.val_size" in problem
+    sections = {
+        "train": {**SMALL["train"], "eval_steps": 2},
+        "data": {**SMALL["data"], "val_size": 2},
+    }
+    made = small(optim=plateau, **sections)
+    assert made.optim.follows_evaluations
+    (problem,) = refused_data(optim={"adamw": {"plateau": {"patience": 2}}})
+    assert "plateau has no effect on schedule cosine; set schedule to reduce_lr" in problem
 
 
 def test_every_rule_that_is_broken_is_told(recipe_file):

@@ -1,9 +1,11 @@
+import logging
 from pathlib import Path
 
 import pytest
 
 from surefoot.errors import RecipeError
 from surefoot.recipe.files import read_text
+from surefoot.recipe.recipe import dump, load
 from surefoot.schema.locations import ModelPath, locate
 
 
@@ -45,3 +47,27 @@ def test_a_model_is_a_folder_or_a_hub_id(base):
 def test_the_url_of_a_run_is_no_recipe_and_the_error_says_where_one_is():
     with pytest.raises(RecipeError, match=r"is a URL.*recipe\.yaml of that run"):
         read_text(Path("s3://bucket/run"))
+
+
+@pytest.mark.parametrize("word", ["1", "true", "yes"])
+def test_a_profile_that_chooses_modelscope_counts_for_recipes(base, monkeypatch, caplog, word):
+    caplog.set_level(logging.INFO)
+    recipe = base / "recipe.yaml"
+    recipe.write_text(
+        "{model: {path: a/b}, data: {datasets: [c/d], hub: huggingface}, stage: sft, "
+        "train: {output_dir: run}}"
+    )
+    assert load(recipe).model.hub == "huggingface"
+    monkeypatch.setenv("USE_MODELSCOPE_HUB", word)
+    chosen = load(recipe)
+    assert (chosen.model.hub, chosen.data.hub) == ("modelscope", "huggingface")
+    assert caplog.messages == ["model.hub: modelscope, unless set (USE_MODELSCOPE_HUB)"]
+    assert load(recipe, ["model.hub=huggingface"]).model.hub == "huggingface"
+    monkeypatch.delenv("USE_MODELSCOPE_HUB")
+    recipe.write_text(dump(chosen))  # as in the folder of a run
+    assert load(recipe).model.hub == "modelscope"
+    monkeypatch.setenv("USE_OPENMIND_HUB", "1")
+    load(recipe)
+    assert caplog.messages[-1] == (
+        "USE_OPENMIND_HUB is set, and that hub is not read; use a local folder"
+    )

@@ -107,7 +107,7 @@ class Signal(TrainerCallback):
 
 def broken_off(world, folder):
     made = replace(trainer(world, folder), evals={"": evals(14)})
-    made.callbacks.members = [watch := Signal(world)]
+    made.callbacks.add(watch := Signal(world))
     state = made.fit()
     return watch.count, state.global_step, state.pending, made.signal, made.saver.newest
 

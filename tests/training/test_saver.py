@@ -95,7 +95,7 @@ def test_training_goes_on_while_a_save_is_written(tmp_path):
         5: lambda: steps.append(steps_in(tmp_path)),
         6: go_on(made),
     }
-    made.callbacks.members.append(watch)
+    made.callbacks.add(watch)
     made.fit()
     assert steps == [[2]]  # step 5 was learnt while step 4 was on its way
     assert steps_in(tmp_path) == [2, 4, 6, 8]
@@ -104,7 +104,7 @@ def test_training_goes_on_while_a_save_is_written(tmp_path):
 def test_a_save_that_comes_too_soon_is_left_out_if_the_recipe_says_so(tmp_path, caplog):
     made, watch = built(tmp_path, save_steps=2, on_save_busy="skip"), Steps()
     watch.at = {3: halt(made), 7: go_on(made)}
-    made.callbacks.members.append(watch)
+    made.callbacks.add(watch)
     made.fit()
     assert made.saver.num_skipped == 1
     assert (
@@ -134,7 +134,7 @@ def test_a_writer_that_is_killed_costs_no_step(tmp_path, caplog):
     made = built(tmp_path, save_steps=2)
     watch = Steps()
     watch.at = {5: lambda: os.kill(made.saver._flight.pid, signal.SIGKILL)}
-    made.callbacks.members.append(watch)
+    made.callbacks.add(watch)
     made.fit()
     assert steps_in(tmp_path) == [2, 4, 6, 8]
 
@@ -150,7 +150,7 @@ def test_a_disk_that_fills_and_is_freed_again_costs_only_the_saves_in_between(tm
         return act
 
     watch.at = {3: limit(1000), 5: limit(-1)}
-    made.callbacks.members.append(watch)
+    made.callbacks.add(watch)
     made.fit()
     assert steps_in(tmp_path) == [2, 6, 8]
     assert f"training continues, latest checkpoint: {tmp_path / 'checkpoint-2'}" in caplog.text
@@ -175,7 +175,7 @@ def test_sigterm_while_a_save_is_in_flight_saves_the_step_after_it(tmp_path):
     made = built(tmp_path, save_steps=3)
     watch = Steps()
     watch.at = {4: lambda: os.kill(os.getpid(), signal.SIGTERM)}
-    made.callbacks.members.append(watch)
+    made.callbacks.add(watch)
     made.fit()
     assert steps_in(tmp_path) == [3, 4]
     resumed = small.resume(built(tmp_path, save_steps=3), tmp_path / "checkpoint-4")
@@ -200,7 +200,7 @@ def test_the_clock_may_jump_back_in_the_middle_of_a_run(tmp_path, monkeypatch):
     real, made = time.time, built(tmp_path, save_steps=1, keep=2, keep_hours=0.001)
     watch = Steps()
     watch.at = {4: lambda: monkeypatch.setattr(time, "time", lambda: real() - 10**6)}
-    made.callbacks.members.append(watch)
+    made.callbacks.add(watch)
     made.fit()
     assert {7, 8} <= set(steps_in(tmp_path))
     assert all(verify(path, full=True).ok for path in committed(tmp_path))
@@ -215,7 +215,7 @@ def test_a_clock_that_jumps_makes_no_checkpoint_old(jump, tmp_path, monkeypatch)
     real, made = time.time, built(tmp_path, save_steps=1, keep=1, keep_hours=1)
     watch = Steps()
     watch.at = {4: lambda: monkeypatch.setattr(time, "time", lambda: real() + jump)}
-    made.callbacks.members.append(watch)
+    made.callbacks.add(watch)
     made.fit()
     assert steps_in(tmp_path) == list(range(1, 9))
 

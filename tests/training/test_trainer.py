@@ -19,6 +19,8 @@ from surefoot.data.order.loader import Prefetch
 from surefoot.errors import RunError
 from surefoot.methods import Freeze, Full, LoRA
 from surefoot.optim._variants.adamw import AdamW
+from surefoot.optim.optimizer import ON_PLATEAU
+from surefoot.optim.plateau import Plateau
 from surefoot.stages import SFT
 from surefoot.training.callback import TrainerCallback
 from surefoot.training.evaluation import EvaluationSet
@@ -219,7 +221,7 @@ class Poison(TrainerCallback):
 def poisoned(folder, place, *members, **options):
     built = small.trainer(folder, *members, **options)
     places = place if isinstance(place, list) else [place]
-    built.callbacks.members.append(Poison(built, places))
+    built.callbacks.add(Poison(built, places))
     return built
 
 
@@ -418,6 +420,39 @@ def test_the_best_checkpoint_is_saved_at_its_step_and_survives_retention(tmp_pat
     best = min(evaluated, key=evaluated.get)
     assert (state.best_global_step, state.best_metric) == (best, evaluated[best])
     assert {p.name for p in tmp_path.iterdir()} == {f"checkpoint-{best}", "checkpoint-8"}
+
+
+def on_plateau(folder, *members, make=small.trainer, **options):
+    """Its loss never falls by as much, so each evaluation after the first halves the rate."""
+    rule = Plateau(factor=0.5, patience=0, threshold=0.9)
+    optim = AdamW(learning_rate=5e-3, weight_decay=0.1, schedule=ON_PLATEAU, plateau=rule)
+    held_out = {"evals": small.examples(2, seed=9), "eval_steps": 2}
+    return make(folder, *members, optim=optim, **held_out, **options)
+
+
+def rates(built):
+    history = built.state.log_history
+    return [r["learning_rate"] for r in history if "learning_rate" in r]
+
+
+def test_a_rate_that_follows_evaluations_is_logged_and_resumed_to_the_bit(tmp_path):
+    whole = on_plateau(tmp_path / "whole")
+    whole.fit()
+    # Evaluations after steps 2, 4, 6 and 8; the first is the best.
+    assert rates(whole) == [5e-3, 5e-3, 5e-3, 5e-3, 2.5e-3, 2.5e-3, 1.25e-3, 1.25e-3]
+    on_plateau(tmp_path / "cut", small.StopAt(7)).fit()
+    resumed = on_plateau(tmp_path / "cut")
+    resumed = small.resume(resumed, tmp_path / "cut" / "checkpoint-6")
+    resumed.fit()
+    assert rates(resumed) == rates(whole)
+    small.assert_same_weights(small.weights(resumed), small.weights(whole))
+
+
+def test_a_rollback_takes_back_what_evaluations_did_to_the_rate(tmp_path):
+    """From step 5, which is bad, to checkpoint 3, before the evaluation of step 4."""
+    built = on_plateau(tmp_path, make=poisoned, place=(1, 0), on_nan="rollback")
+    built.fit()
+    assert rates(built) == [5e-3, 5e-3, 5e-3, 5e-3, 2.5e-3, 2.5e-3, 1.25e-3, 1.25e-3]
 
 
 def test_a_metric_that_is_not_there_is_named_with_those_that_are(tmp_path):

@@ -172,7 +172,8 @@ def download(recipe: Path, overrides: tuple[str, ...]) -> None:
         from ..data.rows.catalog import Catalog
         from ..recipe.recipe_data import find_base
 
-    click.echo(visible(f"model: {find_base(loaded)}"))
+    base = find_base(loaded, weights=not loaded.model.new_weights)
+    click.echo(visible(f"model: {base}"))
     for entry in Catalog(loaded.data).entries:
         entry.source.stamp()
         click.echo(visible(f"{entry.name}: {entry.source}"))

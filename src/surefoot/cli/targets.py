@@ -123,6 +123,17 @@ def target_of(kind: str, explicit_options: Mapping[str, Any]) -> Target:
     return TARGETS[kind](**values)
 
 
+def options_of_source_in(kind: str, explicit_options: dict[str, Any]) -> dict[str, object]:
+    """Take from ``explicit_options`` what is an option of SRC, and none of the target ``kind``."""
+    from ..checkpoint.converting.targets import READING, TARGETS
+
+    of_source = {name: each for cls in READING.values() for name, each in settings(cls).items()}
+    taken = explicit_options.keys() & (of_source.keys() - settings(TARGETS[kind]).keys())
+    return {
+        name: _parsed(kind, of_source[name], explicit_options.pop(name)) for name in sorted(taken)
+    }
+
+
 @contextmanager
 def naming_packages(to: Target) -> Iterator[None]:
     """A block in which a missing package that ``to`` needs is a ``ModelError`` with its cure."""

@@ -24,6 +24,7 @@ from ..storage.parallel_work import in_parallel
 from .section import ModelSection
 
 NAME = "base_models.json"
+NEW_WEIGHTS = "new_weights.json"  # in a base that was initialized: from what, with which seed
 TRAINED = "policy"  # the role of the model that a run trains
 _READERS = 4
 _LIMIT = 1 << 24  # bytes of the record
@@ -118,6 +119,11 @@ def _indexed(path: Path) -> list[str]:
         return sorted(set(read_json(path)["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return []
+
+
+def is_new(folder: Path) -> bool:
+    """Whether the model in ``folder`` was initialized for a run."""
+    return (folder / NEW_WEIGHTS).is_file()
 
 
 def identify(models: Mapping[str, BaseModel], known: Record) -> dict[str, ModelRecord]:

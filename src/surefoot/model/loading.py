@@ -37,6 +37,7 @@ from ..storage import files
 from ..storage.remote import HUBS, HubError, is_address
 from ..storage.weight_files import is_adapter
 from .config import (
+    CONFIG,
     as_dequantized,
     auto_class,
     dequantization,
@@ -73,16 +74,24 @@ def resolve(section: ModelSection, *, weights: bool = True) -> Path:
     Raises:
         ModelError: no such folder and no such hub model, or a folder without safetensors weights.
     """
+    if section.new_weights and weights:
+        raise ModelError(
+            f"model.new_weights: {section.path} has no weights before `surefoot train` makes them; "
+            "name a checkpoint of the run, or new-weights-… in its folder"
+        )
     if is_address(section.path):
         raise ModelError(
             f"model.path: {section.path} is a URL; expected a folder or a hub id. Write its latest "
             f"checkpoint to a folder with `surefoot export {section.path} FOLDER`, and name that"
         )
     local = Path(section.path)
+    if section.new_weights and local.name == CONFIG and local.is_file():
+        local = local.parent
     folder = local if files.exists(local) else fetch(section, weights=weights)
     if not files.is_folder(folder):
         raise ModelError(
             f"model.path: {folder} is a file; expected the folder that contains config.json"
+            f"{' and a tokenizer, or that file itself' if section.new_weights else ''}"
         )
     if is_adapter(folder):
         raise ModelError(
@@ -125,7 +134,10 @@ def _refuse_pickles(folder: Path) -> None:
             f'"from transformers import AutoModelForCausalLM as M; M.from_pretrained('
             f"'{folder}', weights_only=True).save_pretrained('{folder}')\""
         )
-    raise ModelError(f"model.path: no *.safetensors in {folder}; the weights are missing")
+    raise ModelError(
+        f"model.path: no *.safetensors in {folder}; the weights are missing. To train "
+        "from random ones, set model.new_weights: true"
+    )
 
 
 def load_model(

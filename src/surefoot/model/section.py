@@ -24,6 +24,10 @@ class ModelSection:
 
     path: str
     """A folder with a Hugging Face model or of a run, or a hub id such as ``Qwen/Qwen3-0.6B``."""
+    new_weights: bool = False
+    """Train from random weights, not from pretrained ones: ``path`` is then a folder (or hub id)
+    with a configuration and a tokenizer, or its ``config.json``. transformers initializes them with
+    ``train.seed``, and a run writes them into ``train.output_dir`` once, in float32."""
     revision: str | None = None
     """Branch, tag or commit of a hub model."""
     hub: Literal["huggingface", "modelscope"] = "huggingface"
@@ -87,6 +91,11 @@ class ModelSection:
             raise ValueError(
                 "gradient_checkpointing: selective cannot look into layers that compile has fused; "
                 "set it to full, or compile to false"
+            )
+        if self.new_weights and (self.adapter is not None or self.frozen_adapters):
+            raise ValueError(
+                "new_weights and an adapter do not go together: an adapter was trained on other "
+                "weights; leave one of them out"
             )
         for name in ("neftune_noise_alpha", "router_aux_loss_coef"):
             if (value := getattr(self, name)) is not None and value <= 0:

@@ -1,5 +1,6 @@
 """``Optimizer``: the settings that all have, the torch optimizer that they make, and its state as
-it is declared; its schedule, a pure function of the step; and the groups of its parameters.
+it is declared; its schedule; and the groups of its parameters. A schedule is a pure function of the
+step, but for ``reduce_lr_on_plateau``, whose state a run saves (``plateau``).
 
 Steps count from 0: the first update uses ``factor(0)``. The warmup rises over ``warmup_steps``
 updates and is never zero (the Hugging Face schedules waste their first step at zero). To add a
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 from ..errors import RecipeError, counted
 from ..schema import must
 from ._rules import modules as rules
+from .plateau import Plateau, Reductions
 from .state_tensor import ParameterKind, ParameterKinds, Shape, StateTensor, check_kinds, layout_of
 
 if TYPE_CHECKING:
@@ -48,16 +50,19 @@ class Optimizer(ABC):
     adapters included."""
     schedule: ScheduleName = "cosine"
     """Shape of the learning rate after warmup. ``wsd`` is warmup-stable-decay with a linear decay,
-    ``wsd_cosine`` with a cosine. ``inverse_sqrt`` is 1 over the root of steps / warmup steps."""
+    ``wsd_cosine`` with a cosine. ``inverse_sqrt`` is 1 over the root of steps / warmup steps.
+    ``reduce_lr_on_plateau`` is constant until evaluations no longer improve (``plateau``)."""
     warmup_ratio: float = 0.0
     """Share of all steps used for warmup."""
     warmup_steps: int | None = None
     """Steps of warmup; has precedence over ``warmup_ratio``."""
     min_lr_ratio: float = 0.0
     """Learning rate at the end, as a share of the peak (not for ``constant`` and
-    ``inverse_sqrt``)."""
+    ``inverse_sqrt``); the lowest of ``reduce_lr_on_plateau``."""
     decay_ratio: float = 0.1
     """``wsd`` and ``wsd_cosine``: share of all steps in the final decay."""
+    plateau: Plateau = Plateau()
+    """``reduce_lr_on_plateau``: when it reduces, by ``train.metric_for_best_model``."""
     bf16_weights: Literal["stochastic", "master", "nearest"] = "stochastic"
     """How bfloat16 weights (``model.dtype: bfloat16``) are updated. ``stochastic`` rounds each
     result up or down at random, so that updates are right in the mean. ``master`` updates a float32
@@ -76,6 +81,15 @@ class Optimizer(ABC):
                 raise ValueError(f"learning_rates must not be negative, got {factor} for {pattern}")
         must(self, "be from 0 to 1", "warmup_ratio", "min_lr_ratio", "decay_ratio")
         must(self, "not be negative", "warmup_steps", "weight_decay")
+        if self.plateau != Plateau() and not self.follows_evaluations:
+            raise ValueError(
+                f"plateau has no effect on schedule {self.schedule}; set schedule to {ON_PLATEAU}"
+            )
+
+    @property
+    def follows_evaluations(self) -> bool:
+        """Whether the learning rate depends on the metrics of evaluations."""
+        return self.schedule == ON_PLATEAU
 
     @property
     @abstractmethod
@@ -121,8 +135,8 @@ class Optimizer(ABC):
         """Update one parameter."""
         raise NotImplementedError
 
-    def schedule_over(self, total_steps: int) -> Schedule:
-        """The learning-rate schedule of a run of ``total_steps``."""
+    def schedule_over(self, total_steps: int, reductions: Reductions | None = None) -> Schedule:
+        """The learning-rate schedule of a run of ``total_steps``, with the state of the run."""
         warmup = self.warmup_steps
         if warmup is None:
             warmup = math.ceil(self.warmup_ratio * total_steps)
@@ -132,6 +146,9 @@ class Optimizer(ABC):
             warmup_steps=min(warmup, total_steps),
             min_ratio=self.min_lr_ratio,
             decay_steps=math.ceil(self.decay_ratio * total_steps),
+            plateau=self.plateau if self.follows_evaluations else None,
+            peak=self.learning_rate,
+            reductions=reductions or Reductions(),
         )
 
 
@@ -245,12 +262,22 @@ class Schedule:
     warmup_steps: int = 0
     min_ratio: float = 0.0  # the factor at the end
     decay_steps: int = 0  # wsd only: how many of the last steps decay
+    plateau: Plateau | None = None  # None: evaluations do not count
+    peak: float = 1.0  # learning rate
+    reductions: Reductions = field(default_factory=Reductions, compare=False)  # state of the run
 
     def factor(self, step: int) -> float:
         """Factor of the update number ``step`` (from 0)."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         return SCHEDULES[self.name](self, step)
+
+    def evaluated(self, name: str, metric: float, step: int, *, greater: bool) -> None:
+        """Take in the metric ``name`` of an evaluation after ``step`` updates. In the warmup none
+        counts: there the rate itself still rises."""
+        if self.plateau is not None and step >= self.warmup_steps:
+            limits = {"peak": self.peak, "lowest": self.min_ratio}
+            self.reductions.add(self.plateau, name, metric, greater=greater, **limits)
 
 
 def _progress(step: int, start: int, total: int) -> float:
@@ -293,6 +320,12 @@ def _inverse_sqrt(schedule: Schedule, step: int) -> float:
     return 1 / math.sqrt((step - schedule.warmup_steps + scale) / scale)
 
 
+def _on_plateau(schedule: Schedule, _step: int) -> float:
+    """What evaluations have left of the peak."""
+    return schedule.reductions.factor
+
+
+ON_PLATEAU = "reduce_lr_on_plateau"
 SCHEDULES: dict[str, Callable[[Schedule, int], float]] = {
     "cosine": _cosine,
     "linear": _linear,
@@ -300,6 +333,7 @@ SCHEDULES: dict[str, Callable[[Schedule, int], float]] = {
     "wsd": _wsd,
     "wsd_cosine": _wsd_cosine,
     "inverse_sqrt": _inverse_sqrt,
+    ON_PLATEAU: _on_plateau,
 }
 if TYPE_CHECKING:
     ScheduleName = str

@@ -312,8 +312,10 @@ def connected(section: ParallelSection, rank: int, size: int, local: int = 0) ->
 def be_patient(world: World) -> World:
     """Let collectives of all groups wait for as long as the main rank may take."""
     assert world.mesh is not None
+    # torch 2.14 made it public and deprecated the private name, which is all that 2.13 has.
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in (None, *world.mesh.get_all_groups()):  # as torchtitan's set_pg_timeouts
-        dist.distributed_c10d._set_pg_timeout(_PATIENCE, group)
+        set_timeout(_PATIENCE, group)
     return replace(world, timeout=_PATIENCE)
 
 

@@ -16,7 +16,7 @@ from ..schema.locations import ModelPath
 from ..storage import files
 from .files import RUN_RECIPE, SUFFIXES, read_text
 from .overrides import Overrides, override
-from .recipe import Recipe, bases
+from .recipe import Recipe, bases, importer_of
 from .recipe import load as load_recipe
 from .yaml import Document, parse
 
@@ -62,7 +62,8 @@ def load(
     """The settings of ``path``, with ``overrides`` applied.
 
     Args:
-        path: a YAML file with the sections of a ``Prediction``, or any ``PredictModel.path``.
+        path: a YAML file with the sections of a ``Prediction``, another program's for responses,
+            or any ``PredictModel.path``.
         overrides: see ``recipe.overrides``.
         generate: the settings of the run that trained the model, which are the defaults.
 
@@ -121,6 +122,8 @@ def _is_file(path: str) -> bool:
 
 def _document(path: str, generate: GenerateSection | None) -> Document:
     document = parse(read_text(Path(path)), path) if _is_file(path) else Document({})
+    if (importer := importer_of(document)) is not None:
+        document = importer.convert_prediction(document) or document
     data = document.data
     is_ours = isinstance(data, Mapping) and not any(name in data for name in _OF_TRAINING)
     if not _is_file(path) or (isinstance(data, Mapping) and not is_ours):

@@ -8,6 +8,8 @@ The files and command lines of other programs become recipes here, too (``conver
 
 from __future__ import annotations
 
+import logging
+import os
 import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +42,8 @@ from ..schema import (
 )
 from ..schema.locations import DatasetReference, FunctionPath, ModelPath, locate
 from ..stages import STAGES
-from ..storage.remote import is_address
+from ..storage.child import LAUNCHER
+from ..storage.remote import MODELSCOPE, OPENMIND, is_address, is_switched_on
 from ..training.section import TrainSection
 from ..training.stage import Stage
 from .files import SUFFIXES, read_text, recipe_in
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
     from ..training.callback import TrainerState
 
 
+logger = logging.getLogger(__name__)
 HINTS: Mapping[str, Callable[[], Mapping[str, str]]] = Extended("hints", {})
 # Settings that this version no longer has, and the value at which it does the same without them:
 # a run outlives the version that began it, and so does the recipe in its folder.
@@ -134,6 +138,11 @@ class Importer(ABC):
         """The recipe of ``document``; ``overrides`` win. Raises ``RecipeError``: a key cannot be
         had here, with line, reason and way out."""
 
+    def convert_prediction(self, document: Document) -> Document | None:
+        """The settings of a ``Prediction``, if ``document`` is for responses alone; else None.
+        Raises ``RecipeError`` as ``convert`` does."""
+        return None
+
     def read_words(self, words: Sequence[str]) -> tuple[Document, list[str]] | None:
         """The document and the overrides of a command line without a file; None if it reads no
         such lines."""
@@ -163,7 +172,32 @@ def load(path: Path, overrides: Overrides = ()) -> Recipe:
         return load_converted(importer.convert(document, overrides))
     if run is not None and not _is_remote(document):  # wherever it was moved to
         document = put(Recipe, document, ("train", "output_dir"), str(run), str(run))
+    if run is None:  # whose recipe has all settings
+        document = _with_hubs(document)
     return _build(override(Recipe, document, overrides), file.parent)
+
+
+def _with_hubs(document: Document) -> Document:
+    """With the hub that people who come from LLaMA-Factory have chosen in their profile, for the
+    sections that name none."""
+    # The only setting from the environment: in a profile it is meant for every program. It is read
+    # here alone, and the recipe of the run has its value.
+    sections = document.data if isinstance(document.data, Mapping) else {}
+    if is_switched_on(OPENMIND):
+        logger.warning("%s is set, and that hub is not read; use a local folder", OPENMIND)
+    if not is_switched_on(MODELSCOPE):
+        return document
+    unset = [
+        name
+        for name in ("model", "data")
+        if isinstance(fields := sections.get(name), Mapping) and "hub" not in fields
+    ]
+    for name in unset:
+        document = put(Recipe, document, (name, "hub"), "modelscope", MODELSCOPE)
+    if unset and LAUNCHER not in os.environ:  # the launcher has said it
+        names = ", ".join(f"{name}.hub" for name in unset)
+        logger.info("%s: modelscope, unless set (%s)", names, MODELSCOPE)
+    return document
 
 
 def load_text(text: str, name: str, base: Path) -> Recipe:
@@ -323,8 +357,16 @@ def evaluating_needs_data(recipe: Recipe) -> Iterator[Problem]:
 
 
 def best_needs_evaluations(recipe: Recipe) -> Iterator[Problem]:
-    """The best checkpoint and early stopping need evaluations."""
+    """The best checkpoint, early stopping and a schedule that follows a metric need evaluations."""
     if _evaluates(recipe) is None:
+        optim = recipe.optim
+        if optim.follows_evaluations:
+            name = schema.variant_name(OPTIMIZERS, optim)
+            message = (
+                f"{optim.schedule} needs evaluations; set train.eval_steps, eval_minutes or "
+                "eval_epoch, and data.val_size or data.eval_datasets"
+            )
+            yield Problem(("optim", name, "schedule"), message)
         for name in ("load_best_model_at_end", "early_stopping_patience"):
             if getattr(recipe.train, name):
                 message = "needs evaluations; set train.eval_steps, eval_minutes or eval_epoch"

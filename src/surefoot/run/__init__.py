@@ -1,7 +1,8 @@
 """A run: from a recipe to a trained model, and from an interrupted launch to the next.
 
 ``training_run.train`` is the door from Python, ``training_run.run`` that of ``surefoot train``.
-A run is ``resolving.resolved`` (what the recipe names is found), ``folder.opened`` (one process a
+A run is ``resolving.resolved`` (what the recipe names is found), ``new_weights`` (a base that is
+initialized), ``folder.opened`` (one process a
 folder, and the checkpoint to resume from), ``_launch.recorded`` and ``assembly.build``, which makes
 the Trainer of its parts: ``_data_loading`` (examples), ``models`` (bases and auxiliary models),
 ``policy`` (what is trained), ``contexts`` (columns computed before the first step, and how the

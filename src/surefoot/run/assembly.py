@@ -18,14 +18,7 @@ from ..parallel.progress import DATA, TRAINING
 from ..parallel.world import ALONE, World
 from ..recipe.files import RUN_RECIPE
 from ..recipe.recipe import Recipe
-from ..training.callback import (
-    Callbacks,
-    Context,
-    PolicyVersion,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-)
+from ..training.callback import Callbacks, Context, PolicyVersion, TrainerControl, TrainerState
 from ..training.callbacks.launches import NAME as LAUNCHES
 from ..training.callbacks.metric_files import METRICS, TENSORBOARD
 from ..training.control import LogAccumulator, Trigger, standard_callbacks
@@ -33,6 +26,7 @@ from ..training.kept_rollouts import KeptRollouts
 from ..training.out_of_memory import MemoryGuard
 from ..training.stage import POLICY
 from ..training.trainer import Trainer
+from ..training.views import DataView
 from ..training.windows import Windows, num_steps, steps_per_epoch
 from . import _data_loading as data_loading
 from .code_files import check_code
@@ -48,6 +42,7 @@ from .policy import (
     open_policy,
     settle_packing,
 )
+from .trainer_names import argument_values
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +50,7 @@ logger = logging.getLogger(__name__)
 def build(
     recipe: Recipe,
     *,
-    callbacks: Sequence[TrainerCallback] = (),
+    callbacks: Sequence[object] = (),
     resume: Path | Start | None = None,
     world: World = ALONE,
     listeners: Sequence[SaveListener] = (),
@@ -159,7 +154,7 @@ def build_trainer(
     networks: Mapping[str, Network],
     columns: RunColumns,
     saver: AsyncSaver,
-    callbacks: Sequence[TrainerCallback],
+    members: Sequence[object],
     feeder: AbstractContextManager[object],
     *,
     trial: Around | None = None,
@@ -198,13 +193,24 @@ def build_trainer(
         memory,
         stage_state=evaluation.stage_state,
     )
-    learner, control = build_learner(parts, policy, max_steps, trial), TrainerControl()
+    learner, control = build_learner(parts, policy, state, trial), TrainerControl()
     counts = loader.num_examples, num_steps_per_epoch
-    args = Context(section, policy.module, learner, section.folder, *counts)
+    args = Context(
+        *(section, policy.module, learner, section.folder, *counts),
+        processing_class=parts.codec.tokenizer,
+        train_dataloader=DataView(
+            columns.data.whole, section.global_batch_size, num_steps_per_epoch
+        ),
+        eval_dataloader=DataView.of(
+            {name: each.examples for name, each in columns.evals.items()}, memory.forward_size
+        ),
+        shown=argument_values(parts),
+        state=state,
+    )
     saves, is_compiled = parts.saves, parts.models.policy.section.compile
     saving = Trigger(saves.save_steps, saves.save_minutes, saves.save_epoch)
     standard = standard_callbacks(section, saving, is_compiled=is_compiled, world=world)
-    members = [*([] if trial else standard), *callbacks]
+    members = [*([] if trial else standard), *members]
     return Trainer(
         section=section,
         stage=stage,

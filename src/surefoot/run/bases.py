@@ -50,7 +50,9 @@ class BaseModels:
             if role in self.recorded and (names := changed(self.recorded[role], base)):
                 raise ModelError(self._refusal(role, base.path, names))
         self._compare_adapter(now)
-        return {base_identity.NAME: base_identity.dump(now)}
+        made = self.policy.folder / base_identity.NEW_WEIGHTS
+        more = {made.name: made.read_bytes()} if made.is_file() else {}
+        return {base_identity.NAME: base_identity.dump(now), **more}
 
     def _refusal(self, role: str, path: str, names: list[str]) -> str:
         assert self.checkpoint is not None

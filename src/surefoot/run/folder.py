@@ -28,10 +28,11 @@ from ..checkpoint.verification import (
 from ..data.order.micro_batches import fitting_micro_batch
 from ..errors import CheckpointError, RunError, SurefootError, explain
 from ..extensions import Extended
+from ..model.base_identity import is_new
 from ..parallel.section import launched
 from ..parallel.world import ALONE, World
 from ..recipe.files import RUN_RECIPE
-from ..recipe.recipe import Recipe, changes, dump, load
+from ..recipe.recipe import Recipe, RecipeChange, changes, dump, load
 from ..storage.child import LAUNCHER
 from ..storage.files import (
     NO_LOCKS,
@@ -225,7 +226,7 @@ def _refuse_another_run(folder: RunFolder, recipe: Recipe) -> None:
     for change in every if steps else ():
         if change.path in free and free[change.path].is_schedule:
             logger.info("%s since the last start: the learning rates follow the new length", change)
-    differing = [c for c in every if not _is_below(c.path, free)]
+    differing = [c for c in every if not (_is_below(c.path, free) or _has_moved(c, folder.path))]
     resume = recipe.checkpoint.resume
     is_requested = _is_within(resume, place) or _is_inside(resume, folder.path)
     if differing and steps and not is_requested:
@@ -240,6 +241,15 @@ def _refuse_another_run(folder: RunFolder, recipe: Recipe) -> None:
 
 def _is_below(path: str, settings: Collection[str]) -> bool:
     return any(path == each or path.startswith(f"{each}.") for each in settings)
+
+
+def _has_moved(change: RecipeChange, folder: Path) -> bool:
+    """Whether the model is new weights in the run's folder, which was elsewhere when they were
+    made: equal names are equal contents."""
+    if change.path != "model.path":
+        return False
+    before, now = Path(str(change.old)), Path(str(change.new))
+    return (before.name, now.parent) == (now.name, folder.absolute()) and is_new(now)
 
 
 def _is_within(resume: str, output_dir: Path | Address) -> bool:
@@ -356,7 +366,12 @@ def _requested_checkpoint(resume: str, folder: RunFolder, recipe: Recipe) -> Pat
 
 def lineage_of(recipe: Recipe) -> str:
     """A hash of the settings on which the weights after a number of steps depend."""
-    free = [path for path, may in schema.changeable(recipe).items() if not may.is_schedule]
+    follows = recipe.optim.follows_evaluations
+    free = [
+        path
+        for path, may in schema.changeable(recipe).items()
+        if not (may.is_schedule or (may.is_evaluation and follows))
+    ]
     settings = {
         path: value for path, value in _flat(schema.write(recipe), ()) if not _is_below(path, free)
     }

@@ -16,7 +16,12 @@ import numpy as np
 import torch
 import xxhash
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from ..batch import Batch, Loss, LossFunction, Outputs, OutputSpec
@@ -57,7 +62,7 @@ class Given:
 
     train_dataset: Rows | None = None
     eval_dataset: Rows | None = None
-    model: nn.Module | None = None
+    model: nn.Module | PretrainedConfig | None = None
     tokenizer: PreTrainedTokenizerBase | str | Path | None = None
 
     def overrides(self, others: Mapping[str, object]) -> dict[str, object]:
@@ -68,6 +73,8 @@ class Given:
         settings = dict[str, object]()
         if self.model is not None:
             settings["model.path"] = PLACEHOLDER
+        if isinstance(self.model, PretrainedConfig):
+            settings["model.new_weights"] = True
         if self.train_dataset is not None:
             settings["data.datasets"] = [TRAIN]
         if self.eval_dataset is not None:
@@ -202,35 +209,45 @@ PLACEHOLDER = "given as an object"  # the path of a model that has none yet
 
 
 def with_model(
-    recipe: Recipe, model: nn.Module | None, tokenizer: PreTrainedTokenizerBase | str | Path | None
+    recipe: Recipe,
+    model: nn.Module | PretrainedConfig | None,
+    tokenizer: PreTrainedTokenizerBase | str | Path | None,
 ) -> Recipe:
     """``recipe`` for this model and tokenizer; one that is None is that of the recipe, or of the
-    model's folder. Raises ``RecipeError`` or ``ModelError`` if they cannot be written."""
+    model's folder. Of a configuration, the run makes the model. Raises ``RecipeError`` or
+    ``ModelError`` if they cannot be written."""
     if isinstance(recipe.train.output_dir, Address):
         raise RecipeError(
             "train.output_dir: a model or tokenizer object is written into the folder of the run, "
             f"and {recipe.train.output_dir} is a URL; save it and set model.path"
         )
-    if isinstance(tokenizer, str | Path):
-        name = str(tokenizer)
-        loaded_tokenizer = _tokenizer_at(name, f"tokenizer: no tokenizer in {name!r}")
-    elif tokenizer is None:
-        name = getattr(model, "name_or_path", "")
-        loaded_tokenizer = _tokenizer_at(
-            name, f"model: no tokenizer in {name!r}, where it comes from; give one"
-        )
-    else:
-        loaded_tokenizer = tokenizer
-    files, folder = saved_files(loaded_tokenizer), recipe.train.folder.absolute()
-    if model is None:
-        base = resolve(recipe.model)
-        target = folder / f"base-model-{_digest(files, base)}"
-        return _at(recipe, target if target.exists() else _linked(base, files, target))
-    if recipe.model.path != PLACEHOLDER:
+    if model is not None and recipe.model.path != PLACEHOLDER:
         raise RecipeError("model.path: the model is given as an object, too; keep one of them")
     whole = _checked(model)
-    target = folder / f"base-model-{_digest(files, whole)}"
+    files, folder = saved_files(_tokenizer(whole, tokenizer)), recipe.train.folder.absolute()
+    if whole is None:
+        base = resolve(recipe.model, weights=not recipe.model.new_weights)
+        target = folder / f"base-model-{_digest(files, base)}"
+        return _at(recipe, target if target.exists() else _linked(base, files, target))
+    name = "configuration" if isinstance(whole, PretrainedConfig) else "base-model"
+    target = folder / f"{name}-{_digest(files, whole)}"
     return _at(recipe, target if target.exists() else _saved(whole, files, target))
+
+
+def _tokenizer(
+    model: PreTrainedModel | PretrainedConfig | None,
+    tokenizer: PreTrainedTokenizerBase | str | Path | None,
+) -> PreTrainedTokenizerBase:
+    """The tokenizer that is given, or that of the folder where ``model`` comes from."""
+    if isinstance(tokenizer, str | Path):
+        name = str(tokenizer)
+        return _tokenizer_at(name, f"tokenizer: no tokenizer in {name!r}")
+    if tokenizer is not None:
+        return tokenizer
+    name = getattr(model, "name_or_path", "")
+    if not name:
+        raise ModelError("model: an object without a folder has no tokenizer; give tokenizer=, too")
+    return _tokenizer_at(name, f"model: no tokenizer in {name!r}, where it comes from; give one")
 
 
 def _at(recipe: Recipe, folder: Path) -> Recipe:
@@ -238,12 +255,17 @@ def _at(recipe: Recipe, folder: Path) -> Recipe:
     return replace(recipe, model=model)
 
 
-def _checked(model: nn.Module) -> PreTrainedModel:
+def _checked(
+    model: nn.Module | PretrainedConfig | None,
+) -> PreTrainedModel | PretrainedConfig | None:
+    if model is None or isinstance(model, PretrainedConfig):
+        return model
     if not isinstance(model, PreTrainedModel):
         advice = (
             "give its base model, and its saved folder as model.adapter"
             if hasattr(model, "peft_config")
-            else "expected a model of transformers"
+            else "expected a model or a configuration of transformers; of your own class, make a "
+            "PreTrainedModel, save it, and set model.path and model.trust_remote_code"
         )
         raise ModelError(f"model: {type(model).__name__} cannot be trained: {advice}")
     if getattr(model.config, "quantization_config", None) is not None:
@@ -259,13 +281,16 @@ def _tokenizer_at(name: str, problem: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _digest(files: Mapping[str, bytes], model: PreTrainedModel | Path) -> str:
+def _digest(files: Mapping[str, bytes], model: PreTrainedModel | PretrainedConfig | Path) -> str:
     """Equal for equal weights, configuration and tokenizer."""
     digest = xxhash.xxh3_128()
     for name, data in sorted(files.items()):
         digest.update(name.encode() + data)
     if isinstance(model, Path):
         digest.update(str(model).encode())
+        return digest.hexdigest()[:12]
+    if isinstance(model, PretrainedConfig):
+        digest.update(model.to_json_string().encode())
         return digest.hexdigest()[:12]
     digest.update(model.config.to_json_string().encode())
     for name, tensor in model.state_dict().items():
@@ -275,12 +300,15 @@ def _digest(files: Mapping[str, bytes], model: PreTrainedModel | Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def _saved(model: PreTrainedModel, tokenizer: Mapping[str, bytes], target: Path) -> Path:
+def _saved(
+    model: PreTrainedModel | PretrainedConfig, tokenizer: Mapping[str, bytes], target: Path
+) -> Path:
     disable_progress_bar()  # of transformers
     with new_folder(target) as folder:
         model.save_pretrained(folder)
         write_small(folder, tokenizer)
-    logger.info("model: a copy of the given object is trained, from %s", target)
+    what = "a model" if isinstance(model, PretrainedConfig) else "a copy"
+    logger.info("model: %s of the given object is trained, from %s", what, target)
     return target
 
 

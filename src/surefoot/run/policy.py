@@ -27,7 +27,7 @@ from ..model.weight_matrices import is_added
 from ..network.network import Network
 from ..network.open import open_network
 from ..parallel.world import World
-from ..training.callback import Kernels
+from ..training.callback import Kernels, TrainerState
 from ..training.step import Learner, Step
 from ..training.trainer import Trainer
 from . import _data_loading as data_loading
@@ -104,14 +104,14 @@ def end_with_responses(policy: Network, codec: Codec) -> None:
 
 
 def build_learner(
-    parts: RunParts, policy: Network, max_steps: int, around: Around | None
+    parts: RunParts, policy: Network, state: TrainerState, around: Around | None
 ) -> Learner:
     """The policy with its optimizer."""
     world, trained = policy.world, policy.trained(parts.optim)
     run_window: StepRunner = partial(policy.forward_backward, spec=parts.stage.spec)
     step = Step(
         trained.optimizer,
-        parts.optim.schedule_over(max_steps),
+        parts.optim.schedule_over(state.max_steps, state.reductions),
         around(run_window) if around else run_window,
         parts.train.max_grad_norm,
         LossScaler(enabled=policy.options.precision == "fp16"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from signal import Signals
 
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ..checkpoint.loading import load as load_checkpoint
 from ..errors import CheckpointError, RunError
@@ -25,7 +25,7 @@ from ..recipe.recipe import Recipe, load, read
 from ..recipe.recipe_data import find_base, settled, with_batch_sizes
 from ..storage.files import raising, read_json, write_aside
 from ..storage.memory import allocator_message, is_out_of_memory
-from ..training.callback import Record, TrainerCallback, TrainerState
+from ..training.callback import Record, TrainerState, made
 from ..training.callbacks.metric_files import METRICS, restore
 from ..training.evaluation import EVALUATION
 from ..training.trainer import Trainer
@@ -43,6 +43,7 @@ from .folder import (
 )
 from .foreign_resume import refuse_output_dir
 from .from_python import AS_IN_THE_RECIPE, Given, Rows, StageParts
+from .new_weights import with_new_weights
 from .parts import Start
 from .resolving import resolved
 
@@ -88,11 +89,17 @@ class Outcome:
 def train(
     recipe: Recipe | str | Path | Mapping[str, object],
     *,
-    callbacks: Sequence[TrainerCallback] = (),
+    callbacks: Sequence[object] = (),
     trust_pickle: bool = False,
     train_dataset: Rows | None = None,
     eval_dataset: Rows | None = None,
-    model: nn.Module | str | Path | Mapping[str, object] | ModelSection | None = None,
+    model: nn.Module
+    | PretrainedConfig
+    | str
+    | Path
+    | Mapping[str, object]
+    | ModelSection
+    | None = None,
     tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
     parts: StageParts = AS_IN_THE_RECIPE,
     **overrides: object,
@@ -107,8 +114,8 @@ def train(
         train_dataset: rows in place of ``data.datasets``: a ``datasets.Dataset``, a DataFrame,
             mappings, or one mapping of columns to lists.
         eval_dataset: rows in place of ``data.eval_datasets``.
-        model: a transformers model, of which a copy is trained; a folder or hub id; or the section
-            of that name.
+        model: a transformers model, of which a copy is trained; a configuration of one, which gets
+            new weights; a folder or hub id; or the section of that name.
         tokenizer: in place of the model's own; or its folder or hub id.
         parts: a loss, a collation or metrics in place of the stage's.
         overrides: sections to change, as nested mappings
@@ -121,7 +128,7 @@ def train(
     """
     if isinstance(model, str | Path):
         overrides, model = {"model.path": str(model), **overrides}, None
-    if model is not None and not isinstance(model, nn.Module):
+    if model is not None and not isinstance(model, nn.Module | PretrainedConfig):
         overrides, model = {"model": model, **overrides}, None
     objects = Given(
         train_dataset=train_dataset, eval_dataset=eval_dataset, model=model, tokenizer=tokenizer
@@ -133,7 +140,7 @@ def train(
 def run(
     recipe: Recipe,
     *,
-    callbacks: Sequence[TrainerCallback] = (),
+    callbacks: Sequence[object] = (),
     trust_pickle: bool = False,
     parts: StageParts = AS_IN_THE_RECIPE,
     choose: SizeChoice = no_choice,
@@ -145,6 +152,7 @@ def run(
     it is that of this process, which says nothing in a worker of a cluster. ``began`` is when the
     launch did, in seconds since 1970, if that was before this call."""
     began = time.time() if began is None else began
+    callbacks = [made(each) for each in callbacks]  # what is none is an error before all else
     with (
         joined(recipe.parallel) as joined_world,
         watched(joined_world, recipe.parallel, recipe.train.folder) as world,
@@ -155,7 +163,7 @@ def run(
         code_of(recipe)  # what is missing is an error before anything is loaded
         world.on_main(lambda: try_rewards(recipe))
         with world.main_first():  # which may download
-            recipe = resolved(recipe)
+            recipe = with_new_weights(resolved(recipe))
             recipe = settled(recipe, find_base(recipe, weights=False))
         outcome = _run(recipe, world, callbacks, trust_pickle, parts, choose, command, began)
         # srun --kill-on-bad-exit and torchrun end all ranks when one exits with 143, as after a
@@ -167,7 +175,7 @@ def run(
 def _run(
     recipe: Recipe,
     world: World,
-    callbacks: Sequence[TrainerCallback],
+    callbacks: Sequence[object],
     trust_pickle: bool,
     parts: StageParts,
     choose: SizeChoice,

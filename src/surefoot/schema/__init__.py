@@ -9,6 +9,7 @@ from ._problem import Problem, dotted, must
 from ._reading import expand, json_schema, read, recipe_error, write, write_setting
 from ._setting import (
     FREE,
+    OF_EVALUATIONS,
     Keys,
     MayChange,
     Setting,
@@ -27,6 +28,7 @@ from ._setting import (
 
 __all__ = [
     "FREE",
+    "OF_EVALUATIONS",
     "Keys",
     "MayChange",
     "Problem",

@@ -249,6 +249,8 @@ def _variant(choices: Mapping[str, type]) -> dict[str, Any]:
 
 def _plain(hint: object) -> dict[str, Any]:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return {}
     if origin is Literal:
         return {"enum": list(args)}
     if origin is tuple:

@@ -64,9 +64,11 @@ class MayChange:
     """Marks a setting that may differ between two starts of one run, with all that is below it."""
 
     is_schedule: bool = False  # whether weights of later steps depend on it
+    is_evaluation: bool = False  # whether they do where the learning rate follows evaluations
 
 
 FREE = MayChange()
+OF_EVALUATIONS = MayChange(is_evaluation=True)
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,8 @@ def describe(hint: object) -> str:
     if origin is tuple:
         return "a list of " + MANY.get(args[0], describe(args[0]).replace("one of", "any of"))
     if origin is Mapping:
-        return f"names with {MANY.get(args[1], describe(args[1]))}"
+        values = "any values" if args[1] is Any else MANY.get(args[1], describe(args[1]))
+        return f"names with {values}"
     if origin in (Union, types.UnionType):
         return " or ".join(describe(arg) for arg in args)
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):

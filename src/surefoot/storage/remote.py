@@ -133,6 +133,14 @@ def is_repository_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
+MODELSCOPE, OPENMIND = "USE_MODELSCOPE_HUB", "USE_OPENMIND_HUB"  # switches of LLaMA-Factory
+
+
+def is_switched_on(name: str, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether a switch of the environment is on, in the words of LLaMA-Factory."""
+    return environment.get(name, "0").lower() in ("true", "y", "1", "yes")
+
+
 def offline_setting(environment: Mapping[str, str] = os.environ) -> str | None:
     """The variable that forbids the network, if one is set."""
     for name in OFFLINE:

@@ -8,18 +8,24 @@ Names, events and their arguments are those of the Hugging Face Trainer, so that
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from signal import Signals
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from ..errors import RecipeError, RunError
+from ..optim.plateau import Reductions
 from ..parallel.progress import CALLBACKS, Progress
 from .section import TrainSection
+from .views import DataView, ScheduleView, Shown
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from transformers import PreTrainedTokenizerBase
 
     from .step import Learner
 
@@ -114,7 +120,16 @@ class TrainerState:
     num_skipped_steps: int = field(default=0, metadata=_OURS)
     kernels: Kernels = field(default_factory=Kernels, metadata=_OURS)
     fitted: FittedSizes = field(default_factory=FittedSizes, metadata=_OURS)
+    # What a program or a callback has set as ``args.NAME``.
+    added: dict[str, Any] = field(default_factory=dict, metadata=_OURS)
     pending: list[str] = field(default_factory=list, metadata=_OURS)  # flags a stop left raised
+    # What evaluations have left of the learning rate.
+    reductions: Reductions = field(default_factory=Reductions, metadata=_OURS)
+
+    @property
+    def is_hyper_param_search(self) -> bool:
+        """False: each trial of a sweep is a run of its own."""
+        return False
 
     @property
     def num_skipped(self) -> int:
@@ -132,7 +147,8 @@ class TrainerState:
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore ``state``, but keep the length of this run and the rank of this process."""
-        not_restored = {"max_steps", "num_train_epochs", "train_batch_size", "kernels", "fitted"}
+        not_restored = {"max_steps", "num_train_epochs", "train_batch_size"}
+        not_restored |= {"kernels", "fitted", "reductions"}  # as objects that others have, too
         # Rank 0 has saved its own.
         not_restored |= {"is_local_process_zero", "is_world_process_zero"}
         for attribute in fields(self):
@@ -140,8 +156,9 @@ class TrainerState:
                 setattr(self, attribute.name, state[attribute.name])
         self.skipped_windows = [(epoch, index) for epoch, index in self.skipped_windows]
         self.kernels.load_state_dict(state)
-        fitted = state.get("fitted")
-        self.fitted.load_state_dict(fitted if isinstance(fitted, Mapping) else {})
+        for name in ("fitted", "reductions"):
+            saved = state.get(name)
+            getattr(self, name).load_state_dict(saved if isinstance(saved, Mapping) else {})
 
     def for_people(
         self, steps: tuple[int | None, int | None, int | None], best: str | None
@@ -178,12 +195,14 @@ class TrainerControl:
     stop_signal: Signals | None = None
 
 
+_FLAGS = tuple(each.name for each in fields(TrainerControl) if each.name != "stop_signal")
 Metrics = Mapping[str, float]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Context:
-    """The parts of a run that callbacks may read."""
+    """The parts of a run that callbacks may read. The names of the Hugging Face Trainer's arguments
+    are here, too, to be read; a name that is new can be set, and is part of every checkpoint."""
 
     section: TrainSection
     model: nn.Module
@@ -192,10 +211,66 @@ class Context:
     num_examples: int | None  # None: not known as long as the data is being encoded
     steps_per_epoch: int | None
 
+    processing_class: PreTrainedTokenizerBase | None = None  # the tokenizer, with the template
+    train_dataloader: DataView | None = None
+    eval_dataloader: DataView | None = None
+    shown: Mapping[str, Shown] = field(default_factory=dict, repr=False)  # the Trainer's names
+    state: TrainerState = field(default_factory=TrainerState, repr=False)
+
+    def __getattr__(self, name: str) -> Any:
+        """An argument of the Trainer, or what was set: only for names that are no member."""
+        members = self.__dict__
+        if name in members.get("shown", ()):
+            return members["shown"][name].value
+        if "state" in members and name in members["state"].added:
+            return members["state"].added[name]
+        raise AttributeError(f"args has no {name!r}; set it as args.{name}")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in type(self).__dataclass_fields__ and name not in self.__dict__:
+            object.__setattr__(self, name, value)  # while it is made
+            return
+        if name in self.shown:
+            setting = self.shown[name].setting
+            raise RecipeError(f"args.{name}: it only shows a setting; set {setting} in the recipe")
+        if name in MEMBERS:
+            raise RecipeError(f"args.{name}: it is a part of the run; choose another name")
+        try:
+            is_plain = json.loads(json.dumps(value, allow_nan=False)) == value
+        except (TypeError, ValueError):
+            is_plain = False
+        if not is_plain:
+            raise RecipeError(
+                f"args.{name}: a {type(value).__name__} cannot be part of a checkpoint; set finite "
+                "numbers, text, lists, or mappings of text to these"
+            )
+        self.state.added[name] = value
+
+    def to_dict(self) -> dict[str, object]:
+        """The Trainer's arguments, and what was set."""
+        return self.state.added | {name: each.value for name, each in self.shown.items()}
+
+    def to_json_string(self) -> str:
+        """The same as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The current optimizer of the policy."""
         return self.learner.step.optimizer
+
+    @property
+    def lr_scheduler(self) -> ScheduleView:
+        """The learning rates of the policy."""
+        return ScheduleView(self.optimizer)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The former name of ``processing_class``."""
+        return self.processing_class
+
+
+MEMBERS = frozenset({*dir(Context), *(each.name for each in fields(Context))})
 
 
 class TrainerCallback:
@@ -260,36 +335,161 @@ class TrainerCallback:
         """The loop has ended, finished or stopped."""
 
 
-@dataclass
+EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
+# What an event is given beside its three arguments, if its method takes it, as the Hugging Face
+# Trainer's are.
+_PARTS = (
+    "model",
+    "processing_class",
+    "tokenizer",
+    "optimizer",
+    "lr_scheduler",
+    "train_dataloader",
+    "eval_dataloader",
+)
+_DETAILS = {"on_log": ("logs",), "on_evaluate": ("metrics",), "on_predict": ("metrics",)}
+
+
+@runtime_checkable
+class _WithState(Protocol):
+    """A callback with a state."""
+
+    def state_dict(self) -> Mapping[str, object]: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def made(callback: object) -> object:
+    """``callback``, or an object of it if it is a class. Raises ``RecipeError`` if it is none."""
+    if isinstance(callback, type):
+        try:
+            inspect.signature(callback).bind()
+        except TypeError as error:
+            raise RecipeError(
+                f"callbacks: {callback.__name__} is a class that cannot be called without "
+                f"arguments ({error}); give an object of it"
+            ) from None
+        callback = callback()
+    if not any(callable(getattr(callback, event, None)) for event in EVENTS):
+        raise RecipeError(
+            f"callbacks: {type(callback).__name__} has no method of an event; expected one of "
+            f"{', '.join(EVENTS)}"
+        )
+    return callback
+
+
+@dataclass(frozen=True)
+class _Listener:
+    """One method of a callback, and which keyword arguments it takes: looked up once."""
+
+    method: Callable[..., object]
+    parts: tuple[str, ...]
+    details: tuple[str, ...]
+    is_theirs: bool  # not of our base class
+
+    @classmethod
+    def of(cls, member: object, event: str) -> _Listener | None:
+        """None: the callback has nothing to do at it."""
+        method = getattr(member, event, None)
+        function = getattr(method, "__func__", None)
+        if not callable(method) or function is getattr(TrainerCallback, event):
+            return None
+        parameters = inspect.signature(method).parameters.values()
+        takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+        names = {each.name for each in parameters if each.kind is not each.POSITIONAL_ONLY}
+
+        def taken(available: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(name for name in available if takes_all or name in names)
+
+        return cls(
+            method,
+            taken(_PARTS),
+            taken(_DETAILS.get(event, ())),
+            not isinstance(member, TrainerCallback),
+        )
+
+
 class Callbacks:
     """All callbacks of a run, called in order."""
 
-    args: Context
-    state: TrainerState
-    control: TrainerControl
-    members: Sequence[TrainerCallback] = field(default_factory=list)
-    progress: Progress = field(default_factory=Progress)
+    def __init__(
+        self,
+        args: Context,
+        state: TrainerState,
+        control: TrainerControl,
+        members: Iterable[object] = (),
+        progress: Progress | None = None,
+    ) -> None:
+        self.args, self.state, self.control = args, state, control
+        self.progress = progress or Progress()
+        self._set_members(made(member) for member in members)
 
-    def emit(self, event: str, **details: Metrics) -> None:
-        """Call ``event`` of every callback."""
+    @property
+    def members(self) -> tuple[object, ...]:
+        """Those that are called; which methods they have is looked up when they come in."""
+        return self._members
+
+    def add(self, callback: object) -> None:
+        """Call ``callback``, an object or a class, after the others."""
+        self._set_members((*self.members, made(callback)))
+
+    def _set_members(self, members: Iterable[object]) -> None:
+        self._members = tuple(members)
+        listeners = {event: [_Listener.of(m, event) for m in self._members] for event in EVENTS}
+        self._listeners = {
+            event: [each for each in found if each is not None]
+            for event, found in listeners.items()
+        }
+
+    def emit_evaluated(self, metrics: Metrics, best: float | None) -> None:
+        """``on_evaluate``. Callbacks that are written for the Hugging Face Trainer compare with
+        ``best``, the best metric before this evaluation, as it is updated after the event there."""
+        self.emit("on_evaluate", theirs=replace(self.state, best_metric=best), metrics=metrics)
+
+    def emit(
+        self,
+        event: str,
+        *,
+        state: TrainerState | None = None,
+        theirs: TrainerState | None = None,
+        **details: Metrics,
+    ) -> None:
+        """Call ``event`` of every callback; ``state`` in place of the run's, if it is given, and
+        ``theirs`` for those without the base class above."""
         with self.progress.during(CALLBACKS):
-            for member in self.members:
-                getattr(member, event)(self.args, self.state, self.control, **details)
+            for listener in self._listeners[event]:
+                given = {name: getattr(self.args, name) for name in listener.parts}
+                given |= {name: details[name] for name in listener.details}
+                seen = (theirs if listener.is_theirs else None) or state or self.state
+                returned = listener.method(self.args, seen, self.control, **given)
+                if returned is not None and returned is not self.control:
+                    self._obey(returned, listener.method)
+
+    def _obey(self, returned: object, method: Callable[..., object]) -> None:
+        """Set the flags that an event has returned in a control of its own."""
+        missing = [flag for flag in _FLAGS if not hasattr(returned, flag)]
+        if missing:
+            raise RunError(
+                f"callbacks: {method.__qualname__} returned a {type(returned).__name__}; expected "
+                "its control or nothing"
+            )
+        for flag in _FLAGS:
+            setattr(self.control, flag, bool(getattr(returned, flag)))
 
     def state_dict(self) -> dict[str, object]:
         """The states of those that have one."""
-        return {name: member.state_dict() for name, member in self._stateful().items()}  # type: ignore[attr-defined]
+        return {name: member.state_dict() for name, member in self._stateful().items()}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore those that are in ``state``; a callback that is new in this run starts fresh."""
         for name, member in self._stateful().items():
             if name in state:
-                member.load_state_dict(state[name])  # type: ignore[attr-defined]
+                member.load_state_dict(state[name])
 
-    def _stateful(self) -> dict[str, TrainerCallback]:
-        by_name: dict[str, TrainerCallback] = {}
+    def _stateful(self) -> dict[str, _WithState]:
+        by_name: dict[str, _WithState] = {}
         for member in self.members:
-            if hasattr(member, "state_dict"):
+            if isinstance(member, _WithState):
                 name, count = type(member).__name__, 2
                 while name in by_name:
                     name, count = f"{type(member).__name__}-{count}", count + 1
@@ -298,4 +498,4 @@ class Callbacks:
 
     def emit_saved(self, step: int) -> None:
         """``on_save`` for the checkpoint of ``step``, which is committed now."""
-        replace(self, state=replace(self.state, global_step=step)).emit("on_save")
+        self.emit("on_save", state=replace(self.state, global_step=step))

@@ -132,8 +132,9 @@ def prefixed(parts: Mapping[str, Mapping[str, float]], prefix: str) -> dict[str,
 def record_evaluation(
     section: TrainSection, callbacks: Callbacks, metrics: Mapping[str, float]
 ) -> None:
-    """Log ``metrics``, update the best step, call the callbacks. With ``load_best_model_at_end`` a
-    new best is always saved. Raises ``RunError`` if ``metric_for_best_model`` is not among them."""
+    """Log ``metrics``, update the best step and the schedule, call the callbacks. With
+    ``load_best_model_at_end`` a new best is always saved. Raises ``RunError`` if
+    ``metric_for_best_model`` is not among them."""
     state, control = callbacks.state, callbacks.control
     record = {"step": state.global_step, "epoch": state.epoch, **metrics}
     state.log_history.append(record)
@@ -144,10 +145,13 @@ def record_evaluation(
             f"train.metric_for_best_model: no metric {name!r}; "
             f"expected one of {', '.join(sorted(metrics))}"
         )
+    best = state.best_metric
     if is_better(metrics[name], state.best_metric, greater=section.is_greater_better):
         state.best_metric, state.best_global_step = metrics[name], state.global_step
         control.should_save |= section.load_best_model_at_end
-    callbacks.emit("on_evaluate", metrics=metrics)
+    schedule, greater = callbacks.args.learner.step.schedule, section.is_greater_better
+    schedule.evaluated(name, metrics[name], state.global_step, greater=greater)
+    callbacks.emit_evaluated(metrics, best)
 
 
 def is_better(new: float, old: float | None, *, greater: bool, by: float = 0.0) -> bool:

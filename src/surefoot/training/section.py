@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,7 +13,7 @@ from pydantic import BeforeValidator
 from ..checkpoint.disk.retention import more_is_better
 from ..errors import RecipeError
 from ..extensions import Extended
-from ..schema import FREE, MayChange, Unset, Variants, must
+from ..schema import FREE, OF_EVALUATIONS, MayChange, Unset, Variants, must
 from ..storage.remote import Address, default_cache, is_repository_name
 
 _HALF_A_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(/|$)")  # as a path, s3:// has lost a slash
@@ -82,15 +83,15 @@ class TrainSection:
     """Log every this many minutes."""
     log_epoch: Annotated[bool, FREE] = False
     """Log at the end of every epoch."""
-    eval_steps: Annotated[int | None, FREE] = None
+    eval_steps: Annotated[int | None, OF_EVALUATIONS] = None
     """Evaluate every this many steps."""
-    eval_minutes: Annotated[float | None, FREE] = None
+    eval_minutes: Annotated[float | None, OF_EVALUATIONS] = None
     """Evaluate every this many minutes."""
-    eval_epoch: Annotated[bool, FREE] = False
+    eval_epoch: Annotated[bool, OF_EVALUATIONS] = False
     """Evaluate at the end of every epoch."""
-    metric_for_best_model: Annotated[str, FREE] = "eval_loss"
+    metric_for_best_model: Annotated[str, OF_EVALUATIONS] = "eval_loss"
     """Metric by which the best checkpoint is chosen."""
-    greater_is_better: Annotated[bool | None, FREE] = None
+    greater_is_better: Annotated[bool | None, OF_EVALUATIONS] = None
     """Whether greater values of that metric are better; unset, they are unless its name ends in
     ``loss`` or ``perplexity``.
     """
@@ -103,6 +104,9 @@ class TrainSection:
     callbacks: tuple[Annotated[object, Variants(CALLBACKS)], ...] = ()
     """Callbacks that installed plugins add, called after those of Surefoot; ``surefoot plugins``
     lists them."""
+    extra: Annotated[Mapping[str, Any], FREE] = field(default_factory=dict, hash=False)
+    """Values of your own for callbacks, which read them as ``args.NAME``. Training ignores them; a
+    resume takes changed ones from then on."""
     report_to: Annotated[tuple[TrackerName, ...], BeforeValidator(_trackers), FREE] = ()
     """Trackers in addition to ``metrics.jsonl``. ``wandb`` needs
     ``pip install 'surefoot[wandb]'``, and so on; ``none`` is the same as none of them.

@@ -99,7 +99,7 @@ class Trainer:
 
     @property
     def states(self) -> dict[str, Stateful]:
-        """The content of a checkpoint. The schedule, a function of the step, needs no state."""
+        """The content of a checkpoint. A schedule is a function of the step and of ``trainer``."""
         files: dict[str, Stateful] = {}
         for role, learner in self.learners.items():
             name = MODEL if role == POLICY else role

@@ -10,6 +10,7 @@ from typing import Any
 from ..checkpoint.converting.targets import read_config
 from ..checkpoint.disk.commit import named, step_of
 from ..checkpoint.layouts.detection import detect_layout, open_weights
+from ..checkpoint.layouts.opening import has_opener, open_named
 from ..checkpoint.looking.listing import stores
 from ..checkpoint.verification import verify
 from ..errors import CheckpointError, ModelError, RecipeError, counted
@@ -48,7 +49,9 @@ class ModelLocation:
         return str(self.folder)
 
 
-def locate(path: str | Path, damaged: Damaged = NONE_DAMAGED) -> ModelLocation:
+def locate(
+    path: str | Path, damaged: Damaged = NONE_DAMAGED, *, model: Path | None = None
+) -> ModelLocation:
     """The weights at ``path``.
 
     Args:
@@ -56,6 +59,7 @@ def locate(path: str | Path, damaged: Damaged = NONE_DAMAGED) -> ModelLocation:
             latest valid one), a checkpoint, the URL of either, a model or adapter folder, a recipe
             file, a hub id.
         damaged: checkpoints that are known to be damaged, which a run's folder never means.
+        model: the folder of their configuration, if it is elsewhere.
 
     Raises:
         ModelError: nothing exists there, or no weights that can be read.
@@ -67,7 +71,7 @@ def locate(path: str | Path, damaged: Damaged = NONE_DAMAGED) -> ModelLocation:
     if files.size_of(local) is not None:
         return _of_recipe(local, damaged)
     if files.is_folder(local):
-        return _of_folder(local, damaged)
+        return _of_folder(local, damaged, model=model)
     if str(path).startswith((".", "/", "~")):
         raise ModelError(f"no folder {path}; expected a run, a checkpoint, a model or an adapter")
     return _of_folder(_of_hub(str(path)), shown=str(path))
@@ -115,11 +119,15 @@ def _of_address(address: Address) -> ModelLocation:
 
 
 def _of_folder(
-    folder: Path, damaged: Damaged = NONE_DAMAGED, *, shown: str | None = None
+    folder: Path,
+    damaged: Damaged = NONE_DAMAGED,
+    *,
+    shown: str | None = None,
+    model: Path | None = None,
 ) -> ModelLocation:
     """The weights in a folder, ``shown`` under another name if it is a download."""
     if detect_layout(folder) is not None and not is_run(folder):
-        _check(folder)
+        _check(folder, model)
         return _with_recipe(folder)
     if named(folder):
         return _of_run(folder, damaged)
@@ -138,7 +146,10 @@ def _of_folder(
     raise ModelError(f"{folder}: contains no weights that can be read")
 
 
-def _check(folder: Path) -> None:
+def _check(folder: Path, model: Path | None) -> None:
+    if model is not None and has_opener(folder):
+        open_named(folder, model)
+        return
     report = verify(folder, full=False)
     if not report.ok:
         raise CheckpointError(report.problems[0])

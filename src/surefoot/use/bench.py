@@ -40,6 +40,7 @@ from ..parallel.section import ParallelSection, launched
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import with_batch_sizes
 from ..run.assembly import build
+from ..run.new_weights import with_new_weights
 from ..run.policy import COMPUTED_IN
 from ..storage.memory import allocator_message, is_out_of_memory
 from ..training.callback import Context, TrainerCallback, TrainerControl, TrainerState
@@ -109,7 +110,8 @@ def _measured(recipe: Recipe, steps: int, folder: Path) -> BenchResult:
     where = device()
     meter = Meter(Clock(where))
     around = partial(timed, turn=meter.clock.turn, note=meter.count)
-    trainer = build(_short(recipe, steps, folder), callbacks=[meter], trial=around)
+    short = with_new_weights(_short(recipe, steps, folder))
+    trainer = build(short, callbacks=[meter], trial=around)
     loader = trainer.windows.loader
     meter.rewind = partial(_go_to, loader, 0)
     section = recipe.train

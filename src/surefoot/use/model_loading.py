@@ -354,7 +354,7 @@ def find_parts(
     if weights is None:
         return _parts(locate(path, damaged), adapter, base, damaged)
     model = resolve(ModelSection(path=str(path)), weights=False)
-    values = locate(weights, damaged)
+    values = locate(weights, damaged, model=model)
     if values.is_adapter:
         raise ModelError(f"{values}: is an adapter, not the weights of a full model")
     parts = _parts(ModelLocation(model, is_adapter=False), adapter, base, damaged)

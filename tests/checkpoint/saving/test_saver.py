@@ -184,6 +184,21 @@ def test_no_file_is_all_that_the_kept_checkpoints_have(tmp_path, keep, most):
     assert max(len(list(same)) for _, same in itertools.groupby(own.values())) == most
 
 
+@pytest.mark.parametrize("in_background", [True, False])
+def test_each_checkpoint_that_is_deleted_is_a_line_in_the_log(tmp_path, caplog, in_background):
+    caplog.set_level(logging.INFO)
+    with AsyncSaver(tmp_path, keep=2, in_background=in_background) as saver:
+        for step in (1, 2, 3, 4):
+            saver.save(step, weights(step, size=300))
+        saver.wait()
+    lines = [f"deleted checkpoint-{step} (keep: 2)" for step in (1, 2)]
+    assert [text for text in caplog.messages if text.startswith("deleted")] == lines
+    policy = RetentionPolicy(keep=1, keep_every=4)
+    with AsyncSaver(tmp_path, keep=policy, resumed_from=tmp_path / "checkpoint-4") as saver:
+        saver.delete_old()
+    assert caplog.messages[-1] == "deleted checkpoint-3 (keep: 1, keep_every: 4)"
+
+
 @pytest.mark.parametrize("comes_back", [False, True])
 def test_a_folder_that_is_renamed_under_a_run_is_not_made_anew(tmp_path, comes_back):
     root, other = tmp_path / "run", tmp_path / "other"

@@ -3,11 +3,13 @@
 import json
 import re
 import shlex
+import subprocess
 import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import warm
 from surefoot.checkpoint.layouts.detection import detect_layout, open_weights
@@ -123,6 +125,16 @@ def test_a_folder_without_weights_says_what_was_expected(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match="is a file, not a folder"):
         open_weights(tmp_path / "file")
+
+
+@pytest.mark.parametrize("size", ["1KB", "1GB"], ids=["shards", "one file"])
+def test_a_variant_of_transformers_is_named_with_the_command_that_selects_it(size, tmp_path):
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_positions=8, n_embd=8, n_layer=1, n_head=1))
+    model.save_pretrained(tmp_path, variant="fp16", max_shard_size=size)
+    with pytest.raises(CheckpointError, match="only a variant of the weights") as refusal:
+        open_weights(tmp_path)
+    subprocess.run(str(refusal.value).rpartition("name: ")[2], shell=True, check=True)
+    assert set(open_weights(tmp_path).tensors) == set(model.state_dict()) - {"lm_head.weight"}
 
 
 def test_a_runs_folder_names_its_newest_checkpoint(tmp_path):

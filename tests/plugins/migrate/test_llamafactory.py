@@ -29,6 +29,7 @@ from . import cases
 
 FOLDER = Path(__file__).parent / "llamafactory"
 THEIRS = json.loads((FOLDER / "arguments.json").read_text())
+RELEASES = json.loads((FOLDER / "releases.json").read_text())
 EXAMPLES = json.loads((FOLDER / "examples.json").read_text())
 COMMAND = shlex.split(
     "--stage sft --do_train True --model_name_or_path MODEL --preprocessing_num_workers 16 "
@@ -74,6 +75,56 @@ def test_no_argument_of_theirs_is_missing():
     assert sum(map(len, GROUPS.values())) == len(ARGUMENTS)  # none is in two groups
 
 
+def test_every_name_of_their_releases_has_a_rule():
+    """Their names of 0.7.1 to 0.9.5, each with its first and its last release."""
+    names = RELEASES["names"]
+    assert RELEASES["releases"][0] == "0.7.1" and len(names) > 250
+    assert not [name for name in names if name not in ARGUMENTS]
+    gone = {name for name, span in names.items() if not span.endswith(RELEASES["releases"][-1])}
+    present = {name for group in THEIRS.values() for name in group}
+    assert {"new_special_tokens", "visual_inputs", "dpo_beta"} <= gone
+    former = GROUPS["Former arguments of LLaMA-Factory"].keys()
+    assert former == names.keys() - present
+
+
+def test_former_names_mean_what_they_meant():
+    before = recipe(new_special_tokens="<a>,<b>", visual_inputs=False, reserved_label_len=1)
+    assert before.model.new_special_tokens == ("<a>", "<b>")
+    assert before == recipe(add_special_tokens="<a>,<b>")
+    dpo = {"dpo_beta": 0.2, "dpo_loss": "ipo", "dpo_ftx": 0.5}
+    now = {name.replace("dpo", "pref"): value for name, value in dpo.items()}
+    assert recipe(stage="dpo", **dpo) == recipe(stage="dpo", **now)
+    assert recipe(stage="orpo", orpo_beta=0.3) == recipe(
+        stage="dpo", pref_loss="orpo", pref_beta=0.3
+    )
+    assert recipe(flash_attn="off").model.attention == "eager"
+    assert recipe(quantization_method="bitsandbytes", quantization_bit=4).model.quantization_bit
+    both = recipe(new_special_tokens="<old>", add_special_tokens="<new>")
+    assert both.model.new_special_tokens == ("<new>",)
+
+
+def test_former_names_of_pictures_mean_what_they_meant(tmp_path):
+    entry = {"file_name": "d.json", "columns": {"images": "images"}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"d": entry}))
+    pictured = {"dataset_dir": str(tmp_path), "finetuning_type": "full"}
+    for value in (512, 512 * 512):  # a side in 0.9.0, pixels in 0.9.1
+        old = recipe(**pictured, image_resolution=value, image_dir="pictures")
+        assert old == recipe(**pictured, image_max_pixels=512 * 512, media_dir="pictures")
+    projector = recipe(**pictured, train_mm_proj_only=True)
+    assert projector.method.frozen_modules == ("tower", "language")
+    lora = pictured | {"finetuning_type": "lora"}
+    assert "train_mm_proj_only: needs finetuning_type: full" in refusal(
+        **lora, train_mm_proj_only=True
+    )
+
+
+def test_an_error_of_a_former_name_names_it():
+    assert "their.yaml" in (message := refusal(stage="dpo", dpo_loss="nonsense"))
+    assert "dpo_loss: expected one of sigmoid, hinge" in message
+    assert "pref_loss" not in message
+    assert "split: 'test' is not supported: until 0.8.2; name it in" in refusal(split="test")
+
+
 def test_the_defaults_are_theirs():
     for fields in THEIRS.values():
         for name, default in fields.items() if isinstance(fields, dict) else ():
@@ -90,7 +141,7 @@ def test_every_setting_of_the_table_exists():
         *ARGUMENTS.items(),
         *((k, a) for f in FILES.values() for k, a in f.items()),
     ]:
-        assert set(argument.settings) <= known, name
+        assert set(argument.settings) <= known | ARGUMENTS.keys(), name
         assert argument.settings or len(argument.says) > 8, name
 
 
@@ -104,6 +155,26 @@ def test_every_combined_argument_is_read_by_a_rule():
     for name, argument in ARGUMENTS.items():
         if argument.outcome == "makes":
             assert re.search(rf"\b{name}\b", code), name
+
+
+def test_training_from_scratch_is_training_from_new_weights():
+    assert recipe(train_from_scratch=True).model.new_weights
+    assert not recipe(train_from_scratch=False).model.new_weights
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_of_no_checkpoints_deletes_none(limit):
+    # As transformers.trainer_utils.rotate_checkpoints: only limits above 0 delete anything.
+    assert recipe(save_total_limit=limit).checkpoint.keep is None
+    assert recipe(save_total_limit=2).checkpoint.keep == 2
+
+
+def test_ranks_wait_as_long_as_ddp_timeout_says():
+    assert recipe().parallel.timeout == "auto"
+    assert recipe(ddp_timeout=1800).parallel.timeout == 30
+    assert recipe(ddp_timeout=180000000).parallel.timeout == 3_000_000  # never, in effect
+    assert "parallel" in refusal(ddp_timeout=-1)
+    assert "must be positive" in refusal(ddp_timeout=-1)
 
 
 # The command of the page that users learn from
@@ -194,7 +265,10 @@ def test_all_mistakes_are_named_at_once_with_their_lines(tmp_path):
         "file.yaml:2:1 lora_rnk: no argument of LLaMA-Factory (did you mean lora_rank?)" in lines[0]
     )
     assert re.search(r":3:1 mixture_of_depths: .*later tokens, which generation does not", lines[1])
-    assert ":4:1 stage: expected one of pt, sft, rm, ppo, dpo, kto, got 'sfft' (did you" in lines[2]
+    assert (
+        ":4:1 stage: expected one of pt, sft, rm, ppo, dpo, kto, orpo, got 'sfft' (did you"
+        in lines[2]
+    )
 
 
 def test_an_error_of_a_setting_names_the_argument_it_is_of(tmp_path):

@@ -1,12 +1,19 @@
+import json
+import shutil
+
 import pytest
 import torch
+from transformers import LlamaConfig
 
+from project import surefoot
 from surefoot.checkpoint.disk.folder import FolderWeights
 from surefoot.checkpoint.layouts.detection import detect_layout, open_contents
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.sources import FolderSource, read_whole
 from surefoot.errors import CheckpointError
 from surefoot.plugins.mindspore.opening import form_of, open_mindspore_state, saves
+from surefoot.plugins.mindspore.slicing import UNKNOWN, Slicing
+from surefoot.plugins.mindspore.tensor_layout import ParallelConfig
 
 from .real import SOURCES, rank_file, rewrite
 
@@ -20,13 +27,13 @@ FORMS = {
 }
 
 
-def every(folder, **options):
-    source = FolderSource(opened(folder, **options))
+def every(folder, slicing=UNKNOWN):
+    source = FolderSource(opened(folder, slicing))
     return {name: read_whole(source, name) for name in source.shapes()}
 
 
-def opened(folder, **options):
-    return FolderWeights("mindspore", folder, open_mindspore_state(folder, **options))
+def opened(folder, slicing=UNKNOWN):
+    return FolderWeights("mindspore", folder, open_mindspore_state(folder, slicing))
 
 
 def assert_true(found, truth):
@@ -64,7 +71,7 @@ def test_what_mindspore_merged_is_what_its_ranks_hold(real, name):
 )
 def test_the_strategy_may_lie_elsewhere(real, truth, name):
     strategy = real / name.split("__to__")[1] / "strategy"
-    assert_true(every(real / "transformed" / name, strategy=strategy), truth)
+    assert_true(every(real / "transformed" / name, Slicing(strategy)), truth)
 
 
 def test_moments_and_numbers_of_the_training_are_not_the_model(real):
@@ -123,12 +130,12 @@ def test_files_of_other_steps_under_the_same_name_are_found_by_what_they_say(cop
 )
 def test_a_strategy_for_other_files_is_refused(real, files, strategy):
     with pytest.raises(CheckpointError, match="does not fit"):
-        open_mindspore_state(real / files, strategy=real / strategy / "strategy")
+        open_mindspore_state(real / files, Slicing(real / strategy / "strategy"))
 
 
 def test_a_strategy_for_other_ranks_is_refused(real):
     with pytest.raises(CheckpointError, match=r"of 4 ranks, but .* is about 8 \(2 pipeline stages"):
-        open_mindspore_state(real / "mp4", strategy=real / "w8_pp2dp2mp2_opt" / "strategy")
+        open_mindspore_state(real / "mp4", Slicing(real / "w8_pp2dp2mp2_opt" / "strategy"))
 
 
 def test_a_slice_that_the_strategy_does_not_know_is_refused(copied):
@@ -192,9 +199,99 @@ def test_a_tracker_that_names_nothing_is_refused(copied):
         open_folder(folder)
 
 
-def test_ranks_without_strategy_files_are_refused(copied):
-    folder = copied("dp2mp2")
-    for path in (folder / "strategy").iterdir():
-        path.unlink()
-    with pytest.raises(CheckpointError, match=r"4 ranks without strategy files.*/strategy,"):
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The configuration of the model that the real files are of, without weights."""
+    folder = tmp_path_factory.mktemp("model")
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    LlamaConfig(**sizes, **heads, num_hidden_layers=2).save_pretrained(folder)
+    return folder
+
+
+def without_strategy(folder):
+    shutil.rmtree(folder / "strategy")
+    return folder
+
+
+AS_TOLD = {
+    "dp2mp2": "data_parallel=2,model_parallel=2",
+    "mp4": "model_parallel=4",
+    "pp2mp2": "pipeline_stage=2,model_parallel=2",
+    "dp4_opt": "data_parallel=4,enable_parallel_optimizer=true",
+    "dp2mp2_rr": "data_parallel=2,model_parallel=2",
+}
+
+
+@pytest.mark.parametrize("name", ["dp2mp2", "mp4", "pp2mp2", "dp4_opt", "dp2mp2_rr"])
+def test_without_strategy_files_the_shapes_of_the_model_say_the_slices(copied, truth, model, name):
+    folder = without_strategy(copied(name))
+    assert_true(every(folder, Slicing(model=model)), truth)
+    (folder / "config.json").write_bytes((model / "config.json").read_bytes())
+    assert_true(every(folder), truth)  # the configuration beside the ranks is enough
+
+
+@pytest.mark.parametrize("name", AS_TOLD)
+def test_the_parallel_config_of_the_training_says_the_slices(copied, truth, model, name):
+    config = ParallelConfig.from_text(AS_TOLD[name])
+    assert_true(every(without_strategy(copied(name)), Slicing(model=model, config=config)), truth)
+
+
+def test_a_parallel_config_that_does_not_fit_is_refused_with_what_does(copied, model):
+    folder, wrong = without_strategy(copied("dp2mp2")), ParallelConfig.from_text("model_parallel=4")
+    with pytest.raises(CheckpointError) as error:
+        opened(folder, Slicing(model=model, config=wrong))
+    said = str(error.value)
+    assert "parallel_config model_parallel=4 does not fit" in said
+    assert "what fits is data_parallel=2,model_parallel=2,pipeline_stage=1" in said
+    fewer = ParallelConfig.from_text("model_parallel=2")
+    with pytest.raises(CheckpointError, match=r"4 ranks .* is about 2 ranks"):
+        opened(folder, Slicing(model=model, config=fewer))
+
+
+SHARDED = "data_parallel=2,model_parallel=2,enable_parallel_optimizer=true"
+
+
+@pytest.mark.parametrize("told", [None, SHARDED])
+def test_slices_that_fit_several_ways_are_refused_with_all_of_them(copied, model, told):
+    """Of the head: by both kinds of parallelism, or by the optimizer alone."""
+    slicing = Slicing(model=model, config=told and ParallelConfig.from_text(told))
+    with pytest.raises(CheckpointError) as error:
+        opened(without_strategy(copied("dp2mp2_opt")), slicing)
+    said = str(error.value)
+    assert "1 by model_parallel and 4 by enable_parallel_optimizer" in said
+    assert "2 by model_parallel and 2 by enable_parallel_optimizer" in said
+    assert "--source-parallel-config" in said
+
+
+def test_ranks_of_no_known_model_are_refused(copied, model, tmp_path):
+    folder = without_strategy(copied("dp2mp2"))
+    (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"4 ranks without strategy files.*--base MODEL"):
         open_folder(folder)
+    config = json.loads((model / "config.json").read_text())
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
+    with pytest.raises(CheckpointError, match="no layout on 4 devices gives these shapes"):
+        opened(folder, Slicing(model=other))
+
+
+def test_a_command_takes_the_parallel_config_of_the_source(real, model, tmp_path):
+    """Of ranks of which the shapes leave two ways, made from the real ones of another training."""
+    told, cut = f"{SHARDED},parallel_optimizer_threshold=0,vocab_emb_dp=false", tmp_path / "cut"
+    words = ["--to", "mindspore", "--layout", "distributed", "--parallel-config", told]
+    code, _, said = surefoot("ckpt", "convert", real / "single", cut, *words)
+    assert code == 0, said
+    words = ["--to", "mindspore", "--base", model]
+    code, _, said = surefoot("ckpt", "convert", cut, tmp_path / "by_files", *words)
+    assert code == 0, said
+    without_strategy(cut)
+    code, _, said = surefoot("ckpt", "convert", cut, tmp_path / "no", *words)
+    assert code != 0
+    assert "several ways" in said
+    words += ["--source-parallel-config", told]
+    code, _, said = surefoot("ckpt", "convert", cut, tmp_path / "by_words", *words)
+    assert code == 0, said
+    written = [tmp_path / name / "part0.safetensors" for name in ("by_files", "by_words")]
+    assert written[0].read_bytes() == written[1].read_bytes()

@@ -1,9 +1,11 @@
 """What MindSpore Transformers saved is gone on from: its weights, moments, step and scale."""
 
 import logging
+import shutil
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from folders import save_adapter, save_model
 from spread import trainer
@@ -63,6 +65,21 @@ def test_weights_moments_and_step_are_those_that_mindspore_saved(
             assert torch.equal(slots[slot], read_whole(wanted, f"{prefix}.{ours}"))
     assert made.state.global_step == 20
     assert (made.windows.loader.epoch, made.windows.loader.window) == (10, 0)
+
+
+def test_ranks_without_strategy_files_are_resumed_by_the_configuration_of_the_model(
+    copied, tmp_path
+):
+    """Its weights are not needed: the file of their documentation names none."""
+    folder = copied("dp2mp2")
+    expected = dict(resumed(folder, fresh(tmp_path)).policy.weights.state_dict())
+    shutil.rmtree(folder / "strategy")
+    (folder / "config.json").unlink()
+    LlamaConfig(**SIZES).save_pretrained(tmp_path / "base")
+    made = fresh(tmp_path)
+    load_mindspore_checkpoint(folder, made, base=tmp_path / "base")
+    for name, tensor in made.policy.weights.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
 
 
 def test_another_batch_size_is_another_step_after_as_many_examples(real, tmp_path, caplog):

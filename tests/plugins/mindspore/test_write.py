@@ -49,8 +49,8 @@ def config(name):
     return ParallelConfig(**CONFIGS[name], parallel_optimizer_threshold=0)
 
 
-def opened(folder, **options):
-    return FolderSource(FolderWeights("mindspore", folder, open_mindspore_state(folder, **options)))
+def opened(folder):
+    return FolderSource(FolderWeights("mindspore", folder, open_mindspore_state(folder)))
 
 
 def stages(source, name):

@@ -61,6 +61,42 @@ def test_steps_of_logs_and_saves_are_numbers_the_trainer_can_divide_by(full, tmp
     assert (state["logging_steps"], state["eval_steps"], state["save_steps"]) == (500, 500, HALF)
 
 
+def test_a_rate_that_follows_evaluations_goes_over_and_comes_back(tmp_path):
+    """torch's own scheduler, as the Trainer makes it, continues with the metrics of our run."""
+    plateau = {"factor": 0.5, "patience": 0, "threshold": 0.9}
+    rates = {"learning_rate": 0.003, "schedule": "reduce_lr_on_plateau", "min_lr_ratio": 0.2}
+    recipe = recipe_in(
+        tmp_path,
+        train={"eval_steps": 1},
+        data={"val_size": 4},
+        optim={"adamw": {**rates, "plateau": plateau}},
+    )
+    ours = build(recipe)
+    ours.fit()
+    saved = recipe.train.output_dir / f"checkpoint-{HALF}"
+    folder = tmp_path / f"checkpoint-{HALF}"
+    save_trainer_checkpoint(saved, folder, run=recipe)
+    theirs = their_trainer(recipe, tmp_path / "theirs", eval_dataset=[{}])
+    theirs.create_optimizer_and_scheduler(8)
+    scheduler = theirs.lr_scheduler
+    assert type(scheduler) is torch.optim.lr_scheduler.ReduceLROnPlateau
+    theirs.optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
+    scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
+    history = ours.state.log_history
+    losses = {r["step"]: r["eval_loss"] for r in history if "eval_loss" in r}
+    used = {r["step"]: r["learning_rate"] for r in history if "learning_rate" in r}
+    assert len(set(used.values())) > 2
+    for step in range(HALF + 1, 9):
+        assert scheduler.get_last_lr()[0] == pytest.approx(used[step], rel=1e-9), step
+        scheduler.step(losses[step])
+
+    again = build(replace(recipe, train=replace(recipe.train, output_dir=tmp_path / "again")))
+    load_trainer_checkpoint(folder, again, trust_pickle=True)
+    again.fit()
+    history = again.state.log_history
+    assert used == {r["step"]: r["learning_rate"] for r in history if "learning_rate" in r}
+
+
 def test_the_best_checkpoint_is_named_to_the_trainer(tmp_path):
     sections = {
         "train": {"eval_steps": 2, "load_best_model_at_end": True},

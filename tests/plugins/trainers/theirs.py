@@ -66,7 +66,7 @@ def policy_of(recipe, adapter=None):
     return model
 
 
-def their_trainer(recipe, folder, *callbacks, model=None, **changes):
+def their_trainer(recipe, folder, *callbacks, model=None, eval_dataset=None, **changes):
     examples = build(recipe).windows.loader.order.examples
     items = [
         {"input_ids": list(map(int, e["input_ids"])), "labels": list(map(int, e["labels"]))}
@@ -88,6 +88,7 @@ def their_trainer(recipe, folder, *callbacks, model=None, **changes):
         model=policy_of(recipe) if model is None else model,
         args=TrainingArguments(**settings),
         train_dataset=items,
+        eval_dataset=eval_dataset,
         data_collator=collate,
         callbacks=list(callbacks),
     )

@@ -41,7 +41,7 @@ def stopping(folder, **options):
 
 def test_early_stop_goes_on_counting_after_a_resume(tmp_path):
     first = stopping(tmp_path)
-    first.callbacks.members.append(small.StopAt(4))
+    first.callbacks.add(small.StopAt(4))
     first.fit()
     second = small.resume(stopping(tmp_path), tmp_path / "checkpoint-4")
     assert second.fit().global_step == 5

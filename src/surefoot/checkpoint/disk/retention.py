@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -40,6 +40,10 @@ class RetentionPolicy:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if self.keep_hours is not None and not self.keep_hours > 0:
             raise ValueError(f"keep_hours must be positive, got {self.keep_hours}")
+
+    def __str__(self) -> str:
+        given = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return ", ".join(f"{name}: {value}" for name, value in given if value is not None)
 
     @property
     def most_sharing(self) -> int:

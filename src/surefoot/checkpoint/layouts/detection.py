@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
@@ -40,6 +41,8 @@ _CONVERT = (
     "for name, tensor in load(file, map_location='cpu', weights_only=True).items()}}, "
     "Path({folder!r}) / {target!r}, {{'format': 'pt'}})"
 )
+# ``save_pretrained(variant="fp16")``: the name has the variant before its last suffix.
+_VARIANT = re.compile(r"(model|model\.safetensors\.index)\.\w+(\.safetensors|\.json)")
 
 
 def detect_layout(folder: Path) -> Layout | None:
@@ -141,8 +144,19 @@ def _why_not(folder: Path) -> str:
         )
     if pickled := [name for name in names if name.endswith(PICKLES)]:
         return f"{folder / pickled[0]}: {_refusal(folder, pickled)}"
+    return f"{folder}: {_missing(folder, names)}"
+
+
+def _missing(folder: Path, names: list[str]) -> str:
+    """What is expected of a folder, or the command that selects a variant of the weights."""
+    variants = sorted(name for name in names if _VARIANT.fullmatch(name))
+    if not variants:
+        return f"contains no weights; expected {MODEL}, {MODEL_INDEX}, {ADAPTER} or {MANIFEST}"
+    target = _VARIANT.sub(r"\1\2", variants[0])
+    old, new = (shlex.quote(str(folder / name)) for name in (variants[0], target))
     return (
-        f"{folder}: contains no weights; expected {MODEL}, {MODEL_INDEX}, {ADAPTER} or {MANIFEST}"
+        f"contains only a variant of the weights, as transformers calls it: {', '.join(variants)}."
+        f" Names say which weights are loaded, so select one by its name: mv {old} {new}"
     )
 
 

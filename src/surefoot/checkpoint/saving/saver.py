@@ -310,7 +310,9 @@ class AsyncSaver:
             return
         old = self._old(metrics, protected)
         here = {path.name for path in committed(self._root)}
-        retention.drop_all([self._root / name for name in old if name in here])
+        deleted = [name for name in old if name in here]
+        retention.drop_all([self._root / name for name in deleted])
+        self._log_deleted(deleted)
         for listener in self.listeners:
             listener.on_deleted(old)
 
@@ -369,8 +371,14 @@ class AsyncSaver:
         if saved.is_committed:
             self.newest = saved.path
             self._done.append(saved.path)
+            self._log_deleted(saved.replaced)
             for listener in self.listeners:
                 listener.on_committed(saved.path, saved.replaced)
+
+    def _log_deleted(self, names: Sequence[str]) -> None:
+        """One line for the checkpoints that are gone; on the first rank, which has their names."""
+        if gone := [name for name in names if not files.exists(self._root / name)]:
+            logger.info("deleted %s (%s)", ", ".join(gone), self._rule)
 
     def _bear(self, error: CheckpointError) -> None:
         """Raise or log the ``error`` of a save."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from ...errors import counted
 from ...storage.remote import Address
 from ..table import JSON, PLACE, local, print_json, reading
-from ..targets import TargetCommand, naming_packages, target_of
+from ..targets import TargetCommand, naming_packages, options_of_source_in, target_of
 
 if TYPE_CHECKING:
     from ...checkpoint.converting.targets import Done
@@ -33,8 +33,8 @@ def convert(
 
     explicit_options = {name: value for name, value in options.items() if value}
     kind = kind or _usual(explicit_options)
-    options_of_source = _reading(kind, explicit_options)
     try:
+        options_of_source = options_of_source_in(kind, explicit_options)
         to = target_of(kind, explicit_options)
         with reading("converting", None) as advance, naming_packages(to):
             done = write(local(checkpoint), target, to, advance, options_of_source)
@@ -51,16 +51,6 @@ def _usual(explicit_options: dict[str, object]) -> str:
         names = f"--to ({', '.join(TARGETS)}) or --layout (full, distributed)"
         raise click.UsageError(f"expected what to write: {names}")
     return USUAL
-
-
-def _reading(kind: str, explicit_options: dict[str, Any]) -> dict[str, object]:
-    """Take from ``explicit_options`` what is an option of SRC, and none of the target."""
-    from ...checkpoint.converting.targets import READING, TARGETS
-    from ...schema import settings
-
-    of_source = {name for cls in READING.values() for name in settings(cls)}
-    taken = of_source - settings(TARGETS[kind]).keys()
-    return {name: explicit_options.pop(name) for name in list(explicit_options) if name in taken}
 
 
 def _report(target: Path, kind: str, done: Done, *, as_json: bool) -> None:

@@ -35,6 +35,9 @@ _INLINE = "inline:"  # in place of a path: the file itself, where no cache is
 _MAX_BYTES = 1 << 28
 _SMALL = 160  # pixels of the longer side of a thumbnail
 _ORIENTATION, _QUARTER_TURNED = 0x0112, 5  # of EXIF: from this value on, width is height
+# Pillow has 40 readers, of which one starts another program: a file that says it is EPS goes to
+# Ghostscript, whatever its name. These contain pixels alone.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 _TURNING = (b"eXIf", b"Raw profile type", b"adobe.xmp")  # in a PNG: what may have an orientation
 
 
@@ -196,12 +199,15 @@ def _opened(data: bytes) -> Image:
     import PIL.Image
 
     try:
-        return PIL.Image.open(BytesIO(data))
+        return PIL.Image.open(BytesIO(data), formats=FORMATS)
     except (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning):
         most = PIL.Image.MAX_IMAGE_PIXELS or 0
         raise DataError(f"it has more than {most:,} pixels") from None
     except (OSError, SyntaxError, ValueError):
-        raise DataError("it is truncated or damaged, or of no kind that Pillow reads") from None
+        raise DataError(
+            "it is truncated or damaged, or in another format than its name says; expected one of "
+            f"{', '.join(FORMATS)}"
+        ) from None
 
 
 def _verify(data: bytes) -> None:

@@ -10,7 +10,6 @@ import shlex
 from pathlib import Path, PurePosixPath
 from textwrap import indent
 
-from ... import __version__
 from ...errors import RunError
 from ...recipe.files import read_text
 from ...recipe.yaml import parse, parse_argument
@@ -24,6 +23,12 @@ _RESOURCES = (
 SETTINGS = (*_RESOURCES, "setup", "volume", "folder", "restarts")
 SEES_FILES = True  # `workdir` brings the current folder
 _EXTRAS = {"s3": "[s3]", "gs": "[gs]"}  # by the scheme of a store
+# Surefoot is on no package index: what has its name there is somebody else's.
+_INSTALL = (
+    "the lines that install Surefoot on the new machine, where only the current folder is: "
+    "'pip install -e .{extra}' in a clone, or build a wheel into this folder (python -m build "
+    "CLONE --outdir .) and set 'pip install \"$(ls surefoot-*.whl){extra}\"'"
+)
 
 
 def document(request: LaunchRequest) -> str:
@@ -41,8 +46,7 @@ def document(request: LaunchRequest) -> str:
     restarts = request.number("restarts", 3)
     resources["job_recovery"] = {"max_restarts_on_errors": restarts}
     extra = _EXTRAS.get(request.output_dir.partition("://")[0], "")
-    package = shlex.quote(f"surefoot{extra}=={__version__}")
-    setup = request.setting("setup", f"pip install {package}")
+    setup = request.setting("setup", why=_INSTALL.format(extra=extra))
     lines = [f"name: {json.dumps(request.name)}"]
     lines += [f"num_nodes: {request.nodes}"] if request.nodes > 1 else []
     lines += ["resources:", *(f"  {key}: {json.dumps(v)}" for key, v in resources.items())]

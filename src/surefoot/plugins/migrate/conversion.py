@@ -21,7 +21,12 @@ from ...schema import Problem
 from ...schema import settings as sections_of
 from .arguments import ARGUMENTS, Argument, RefusedError, near
 from .commands import other_commands
-from .llamafactory import LLAMAFACTORY, template_note, trackers_note
+from .llamafactory import (
+    LLAMAFACTORY,
+    template_note,
+    trackers_note,
+    with_present_meaning,
+)
 from .rules import GivenArguments, Program, Rules, Settings
 from .run_extras import LlamaFactoryExtras, after_training
 
@@ -117,7 +122,27 @@ class Conversion:
         former = values.get("evaluation_strategy")
         if former is not None and values.get("eval_strategy") in (None, "no"):
             values["eval_strategy"] = former
+        if program is LLAMAFACTORY:
+            values = self._present(values)
         return GivenArguments(program, values, environment, program.arguments)
+
+    def _present(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Values by the present names of LLaMA-Factory's arguments; that of a present name wins."""
+        present = dict[str, Any]()
+        for name, value in values.items():
+            argument = ARGUMENTS[name]
+            if argument.outcome != "is" or argument.settings[0] not in ARGUMENTS:
+                present[name] = value
+            elif argument.settings[0] not in values:
+                with self.refusing():
+                    now = argument.settings[0]
+                    present[now] = with_present_meaning(name, value)
+                    present[now] = ARGUMENTS[now].read(name, present[now])
+                    self.names[now] = name
+        if present.get("stage") == "orpo":
+            present |= {"stage": "dpo", "pref_loss": "orpo"}
+        self.check()
+        return present
 
     def renamed(self, arguments: GivenArguments) -> Settings:
         """Another trainer's arguments by LLaMA-Factory's names, and settings. Those that are unset

@@ -30,6 +30,16 @@ _FREEZES = {  # part of a model that reads pictures -> the argument by which it 
 _TOKENIZED = ("dataset_dict.json", "state.json")  # of a dataset that LLaMA-Factory has tokenized
 
 
+_LONGEST_SIDE = 8192  # of a picture; a larger `image_resolution` is a number of pixels
+
+
+def with_present_meaning(name: str, value: Any) -> Any:
+    """The value of a former argument as its present one has it: ``image_resolution`` was the side
+    of a square in 0.9.0, and a number of pixels in 0.9.1."""
+    is_side = name == "image_resolution" and value <= _LONGEST_SIDE
+    return value * value if is_side else value
+
+
 def _adapters(arguments: GivenArguments) -> Settings:
     """All but the last are merged into the base there, and frozen here."""
     adapters = arguments["adapter_name_or_path"] or []
@@ -72,6 +82,10 @@ def _pictures(arguments: GivenArguments) -> Settings:
     if folder := arguments["media_dir"]:
         settings["data.media.folder"] = folder
     frozen = [part for part, name in _FREEZES.items() if arguments[name]]
+    if arguments["train_mm_proj_only"]:
+        if arguments["finetuning_type"] != "full":
+            raise RefusedError("train_mm_proj_only", "needs finetuning_type: full, as there")
+        frozen = ["tower", "language"]
     if arguments["finetuning_type"] == "full" and not arguments["use_badam"]:
         return settings | {"method": {"full": {"frozen_modules": frozen}}}
     if arguments["use_badam"]:
@@ -253,6 +267,13 @@ def _mesh(arguments: GivenArguments) -> Settings:
     return settings | sharding | ({"parallel.dp_shard": data_ranks} if is_sharded else replicas)
 
 
+def _timeout(arguments: GivenArguments) -> Settings:
+    """As many minutes, if it is set; the default of 1800 seconds waits no longer than auto does."""
+    if not arguments.sets("ddp_timeout"):
+        return {}
+    return {"parallel.timeout": arguments["ddp_timeout"] / 60}
+
+
 def _of_deepspeed(content: Mapping[str, Any]) -> Settings:
     """``parallel.dp_shard`` is there if weights are sharded."""
     zero = content.get(_ZERO) or {}
@@ -354,6 +375,7 @@ LLAMAFACTORY = Program(
             ("resume_from_checkpoint", _resume),
             ("optim", optimizer),
             ("per_device_train_batch_size", _mesh),
+            ("ddp_timeout", _timeout),
         ),
     ),
 )

@@ -8,7 +8,10 @@ import math
 from dataclasses import fields
 from typing import Any
 
+from ...checkpoint.disk.retention import more_is_better
 from ...optim import OPTIMIZERS
+from ...optim.optimizer import ON_PLATEAU
+from ...optim.plateau import Plateau
 from .arguments import RefusedError
 from .rules import GivenArguments, Settings
 
@@ -33,11 +36,11 @@ _OF_ADAM = {  # names here; Muon's AdamW has them with a prefix
 }
 _SCHEDULES = (
     *("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"),
-    *("inverse_sqrt", "cosine_with_min_lr", "warmup_stable_decay"),
+    *("inverse_sqrt", "cosine_with_min_lr", "warmup_stable_decay", ON_PLATEAU),
 )
+_WITHOUT_WARMUP = ("constant", ON_PLATEAU)  # there
+_OF_PLATEAU = [field.name for field in fields(Plateau)]
 _NO_SCHEDULES = {
-    "reduce_lr_on_plateau": "a rate must be a function of the step, so that a resume has the same "
-    "ones; write cosine",
     "cosine_warmup_with_min_lr": "the warmup starts from the first step's share; write "
     "cosine_with_min_lr",
 }
@@ -112,12 +115,35 @@ def _schedule(arguments: GivenArguments) -> Settings:
             if (rate := kwargs.pop("min_lr_ratio", None)) is not None:
                 settings["min_lr_ratio"] = rate
             settings["decay_ratio"] = _decay_ratio(arguments, kwargs)
+        case "reduce_lr_on_plateau":
+            settings |= _plateau(arguments, kwargs)
+            ignored = {"mode": _mode(arguments), "eps": 1e-8}
     for name, value in kwargs.items():
         if name not in ignored or ignored[name] != value:
             supported = "min_lr, min_lr_rate, lr_end, or their defaults"
+            if kind == ON_PLATEAU:
+                supported = f"min_lr, {', '.join(_OF_PLATEAU)}, or mode {ignored['mode']}"
             message = f"{name} is not supported; expected {supported}"
             raise RefusedError("lr_scheduler_kwargs", message)
-    return settings if kind == "constant" else settings | _warmup(arguments)
+    return settings if kind in _WITHOUT_WARMUP else settings | _warmup(arguments)
+
+
+def _plateau(arguments: GivenArguments, kwargs: dict[str, Any]) -> Settings:
+    """The settings of torch's ``ReduceLROnPlateau``, which are removed from ``kwargs``."""
+    settings: Settings = {f"plateau.{n}": kwargs.pop(n) for n in _OF_PLATEAU if n in kwargs}
+    lowest = kwargs.pop("min_lr", 0)
+    if not isinstance(lowest, int | float):
+        message = "min_lr is not supported as a list of groups; expected one number"
+        raise RefusedError("lr_scheduler_kwargs", message)
+    return settings | ({"min_lr_ratio": lowest / arguments["learning_rate"]} if lowest else {})
+
+
+def _mode(arguments: GivenArguments) -> str:
+    """Torch's name of the direction in which the metric improves."""
+    greater = arguments["greater_is_better"]
+    if greater is None:
+        greater = more_is_better(arguments["metric_for_best_model"] or "loss")
+    return "max" if greater else "min"
 
 
 def _warmup(arguments: GivenArguments) -> dict[str, float]:

@@ -15,6 +15,7 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from ...parallel.section import launched
+from ...storage.remote import is_switched_on
 from .arguments import ARGUMENTS, RefusedError, Rows
 from .templates import masks_line_break, thinks
 
@@ -58,7 +59,7 @@ class GivenArguments:
             return _FACTS[name](self)
         if not name.isupper():
             return None
-        return self.environment.get(name, "0").lower() in ("true", "y", "1")
+        return is_switched_on(name, self.environment)
 
     def sets(self, name: str) -> bool:
         """Whether it is set, to whatever value."""

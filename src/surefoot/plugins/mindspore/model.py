@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...checkpoint.disk.folder import TRAINER_STATE, FolderWeights, open_checkpoint
-from ...checkpoint.layouts.detection import has_manifest, open_contents, open_weights
+from ...checkpoint.layouts.detection import has_manifest, open_contents
 from ...checkpoint.sources import FolderSource, JoinedSource, Renamed, TensorsInMemory, TensorSource
 from ...errors import CheckpointError
 from ...storage import files
@@ -26,7 +26,16 @@ from .naming import (
     to_mindspore,
     usual,
 )
-from .opening import MindSpore, form_of, open_mindspore_state, progress_of, role_of
+from .opening import (
+    MindSpore,
+    form_of,
+    open_mindspore_state,
+    open_mindspore_weights,
+    progress_of,
+    role_of,
+)
+from .slicing import Slicing
+from .tensor_layout import ParallelConfig
 
 logger = logging.getLogger(__name__)
 _ROLES = ("model", "optimizer", "state")
@@ -39,6 +48,7 @@ class MindSporeHints:
     """Information that a folder of MindSpore's may lack."""
 
     strategy: Path | None = None  # files, if they are not beside the ranks
+    config: ParallelConfig | None = None  # of the training, in place of strategy files
     names: str | None = None  # the family of names; None: as the names look
     base: Path | None = None  # the same model as Hugging Face has it
 
@@ -49,7 +59,8 @@ NOTHING_MORE = MindSporeHints()
 def open_state(folder: Path, hints: MindSporeHints = NOTHING_MORE) -> TensorSource:
     """All that MindSpore saved, by its names: weights, moments, numbers of the training state."""
     with files.raising(CheckpointError, f"cannot read {folder}"):
-        locations = open_mindspore_state(folder, strategy=hints.strategy)
+        slicing = Slicing(hints.strategy, hints.config, hints.base)
+        locations = open_mindspore_state(folder, slicing)
         progress = progress_of(folder) if form_of(folder) == "iteration" else {}
     source = FolderSource(FolderWeights(MindSpore.name, folder, locations))
     numbers = {
@@ -75,14 +86,20 @@ class ReadingOptions:
     strategy: Path | None = None
     """MindSpore's strategy files of SRC, if not beside its ranks."""
 
+    source_parallel_config: ParallelConfig | None = None
+    """How SRC is sharded over its ranks, if there are no strategy files: the parallel_config of the
+    training, as data_parallel=2,model_parallel=4. Every file is checked against the configuration
+    of the model. Without it, the shapes say it if only one way gives them."""
+
 
 def open_named(
     folder: Path, base: Path | None, options: Mapping[str, object] | None, *, is_checked: bool
 ) -> TensorSource:
     """The weights in a folder, under Hugging Face's names, as the lists of plugins open it. Without
-    ``options``, ``base`` says no shapes, only how many heads there are."""
+    ``options``, ``base`` says how many heads there are, and the shapes of ranks' tensors."""
     if options is None:
-        source = FolderSource(open_weights(folder), is_checked)
+        weights = open_mindspore_weights(folder, Slicing(model=base))
+        source = FolderSource(weights, is_checked)
         return as_huggingface(source, folder, MindSporeHints(base=base))
     return open_model(folder, hints_of(options, base))
 
@@ -90,7 +107,7 @@ def open_named(
 def hints_of(options: Mapping[str, object], base: Path | None) -> MindSporeHints:
     """The options for reading a folder, with what names its model."""
     read = ReadingOptions(**options)  # type: ignore[arg-type]
-    return MindSporeHints(read.strategy, read.names, base)
+    return MindSporeHints(read.strategy, read.source_parallel_config, read.names, base)
 
 
 def by_role(source: TensorSource) -> dict[str, TensorSource]:

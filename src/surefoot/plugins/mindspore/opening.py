@@ -1,12 +1,13 @@
 """Open a folder of MindSpore's weights in any of their forms, as boxes of tensors in files.
 
-Of weights of which every rank saved its slice, the strategy files say which box each rank has.
+Of weights of which every rank saved its slice, the strategy files say which box each rank has;
+without these, ``slicing`` finds out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +35,7 @@ from .ranks import (
     step_of,
     steps,
 )
+from .slicing import UNKNOWN, Slicing, find_strategy
 from .strategy import ENDINGS, Strategy, open_strategy
 from .tensor_layout import MOMENTS
 
@@ -65,10 +67,7 @@ class MindSpore(Layout):
 
     def open(self, folder: Path) -> FolderWeights:
         """The weights, each joined from its ranks' slices, without the state of the training."""
-        with files.raising(CheckpointError):
-            every = open_mindspore_state(folder)
-        model = {n: p for n, p in every.items() if role_of(n, p.entry.shape) == MODEL}
-        return FolderWeights(self.name, folder, model)
+        return open_mindspore_weights(folder)
 
     def open_all(self, folder: Path, roles: frozenset[str] | None) -> Locations:
         """Weights, moments and numbers of the training."""
@@ -116,30 +115,32 @@ def form_of(path: Path) -> Form | None:
     return "full" if iteration.is_full(path) else None
 
 
-def open_mindspore_state(
-    folder: Path, *, strategy: Path | None = None
-) -> dict[str, TensorLocation]:
+def open_mindspore_weights(folder: Path, slicing: Slicing = UNKNOWN) -> FolderWeights:
+    """The weights, each joined from its ranks' slices, without the state of the training."""
+    with files.raising(CheckpointError):
+        every = open_mindspore_state(folder, slicing)
+    model = {n: p for n, p in every.items() if role_of(n, p.entry.shape) == MODEL}
+    return FolderWeights(MindSpore.name, folder, model)
+
+
+def open_mindspore_state(folder: Path, slicing: Slicing = UNKNOWN) -> dict[str, TensorLocation]:
     """Weights, moments and numbers of the training state, by MindSpore's names."""
-    return locations(open_boxes(folder, strategy=strategy))
+    return locations(open_boxes(folder, slicing))
 
 
-def open_boxes(path: Path, *, strategy: Path | None = None) -> Boxes:
-    """Every tensor by name: weights, moments, numbers; ``strategy`` of ranks."""
+def open_boxes(path: Path, slicing: Slicing = UNKNOWN) -> Boxes:
+    """Every tensor by name: weights, moments, numbers; ``slicing`` of ranks."""
     form = form_of(path)
     if form == "ranks":
-        return open_distributed(path, strategy=strategy)
-    if strategy is not None:
+        return open_distributed(path, slicing)
+    if slicing.strategy is not None or slicing.config is not None:
         raise CheckpointError(f"{path}: no ranks' slices, so a strategy cannot be used with it")
     return iteration.open_iteration(path) if form == "iteration" else iteration.open_full(path)
 
 
-def open_distributed(path: Path, *, strategy: Path | None = None) -> Boxes:
-    """The slices of every tensor in the files of one step.
-
-    ``path`` is the folder that contains ``rank_0``, one above it, or a file of the step in it.
-    ``strategy`` are files that are not beside the ranks. Nothing else says which part of a tensor a
-    rank has, so without them only the files of a single rank are read.
-    """
+def open_distributed(path: Path, slicing: Slicing = UNKNOWN) -> Boxes:
+    """The slices of every tensor in the files of one step. ``path`` is the folder that contains
+    ``rank_0``, one above it, or a file of the step in it."""
     opened = [tensorfile.open_path(file) for file in rank_files(path)]
     for file in opened:
         packed = (name for name, kind in file.header.metadata.items() if kind == _INT4)
@@ -150,16 +151,14 @@ def open_distributed(path: Path, *, strategy: Path | None = None) -> Boxes:
             )
     check_step(opened)
     where = root_of(path)
-    if (described := strategy or find_strategy(where)) is not None:
+    described = slicing.strategy or (None if slicing.config else strategy_near(where))
+    if described is not None:
         layouts = open_strategy(described)
     elif len(opened) == 1:
         return {name: [whole(opened[0], name)] for name in opened[0].header.entries}
     else:
-        raise CheckpointError(
-            f"{where}: {len(opened)} ranks without strategy files, so the part of each rank is "
-            f"unknown; put the files into {where.parent / _FOLDER}, or name them with --strategy "
-            "FOLDER"
-        )
+        slicing = replace(slicing, model=slicing.model or model_near(path))
+        layouts = find_strategy(opened, slicing, where)
     if layouts.world_size != len(opened):
         stages = len(layouts.stages)
         parts = f"{stages} pipeline stages of " if stages > 1 else ""
@@ -225,7 +224,7 @@ def _joined(name: str, slices: Sequence[Slice], where: Path) -> list[DcpChunk]:
     return [chunk_at[box] for box in boxes]
 
 
-def find_strategy(root: Path) -> Path | None:
+def strategy_near(root: Path) -> Path | None:
     """The folder of strategy files that belongs to the folder of ranks ``root``."""
     for folder in (root / _FOLDER, root.parent / _FOLDER):
         if files.is_folder(folder) and any(n.endswith(ENDINGS) for n in files.list_folder(folder)):

@@ -1,126 +1,38 @@
 """Convert a YAML file of MindSpore Transformers to the settings of a recipe: one table, key by key.
 
-A key has an equivalent setting, needs none, or is rejected with the reason and an alternative. A
-rule converts a value to dotted settings, or raises the reason why it cannot be converted; rules for
-several keys get the whole file. ``train_dataset`` is not converted: the result says what to add.
+A key has an equivalent setting, needs none, or is rejected with the reason and an alternative.
+``train_dataset`` is not converted: the result says what to add.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from ...recipe.overrides import Overrides, override
 from ...recipe.recipe import ConvertedFile, Importer, Recipe
 from ...recipe.yaml import Document
-from ...schema import Keys, Problem
+from .prediction import convert_prediction
 from .ranks import model_near, root_of
-
-Settings = Mapping[str, object]  # of a recipe, by dotted names
-KeyRule = Callable[[Any], Settings]
-Together = Sequence[tuple[Keys, KeyRule]]  # where a rule's error is shown, and the rule
-
-
-class RefusedKeyError(Exception):
-    """Why a value is rejected."""
-
-
-@dataclass
-class Converted:
-    """The result for the file."""
-
-    settings: dict[str, object] = field(default_factory=dict)  # dotted, as overrides are
-    left: list[str] = field(default_factory=list)  # keys that were not looked at
-    advice: list[str] = field(default_factory=list)  # what is to be added by hand
-
-    def nested(self) -> dict[str, Any]:
-        """The settings as sections of a recipe."""
-        recipe: dict[str, Any] = {}
-        for path, value in self.settings.items():
-            *sections, name = path.split(".")
-            inner = recipe
-            for section in sections:
-                inner = inner.setdefault(section, {})
-            inner[name] = value
-        return recipe
-
-
-def apply(document: Document, rules: Mapping[str, KeyRule], together: Together) -> Converted:
-    """The settings of the keys of ``document``. Raises ``RecipeError``: with every unsupported key,
-    each with line, reason and alternative."""
-    content = document.data
-    if not isinstance(content, dict):
-        raise document.error([Problem((), "expected the keys of MindSpore Transformers")])
-    converted, problems = Converted(), list[Problem]()
-    for path, value in _keys(content):
-        rule = rules.get(_name(path))
-        if rule is None:
-            converted.left.append(_name(path))
-            continue
-        try:
-            converted.settings |= rule(value)
-        except RefusedKeyError as error:
-            problems.append(Problem(path, str(error)))
-    for path, of_several in together:
-        try:
-            converted.settings |= of_several(content)
-        except RefusedKeyError as error:
-            problems.append(Problem(path, str(error)))
-    if problems:
-        raise document.error(problems)
-    return converted
-
-
-def _keys(content: Mapping[str, Any]) -> Iterator[tuple[Keys, Any]]:
-    """Every key of the top level and of the sections, with its value; callbacks by setting."""
-    for key, value in content.items():
-        if key == "callbacks" and isinstance(value, list):
-            for i, callback in enumerate(value):
-                for name, setting in callback.items() if isinstance(callback, dict) else ():
-                    if name != "type":
-                        yield (key, i, str(callback.get("type")), name), setting
-        elif isinstance(value, dict):
-            for name, setting in value.items():
-                yield (key, name), setting
-        else:
-            yield (key,), value
-
-
-def _name(path: Keys) -> str:
-    """A key as in the table: a callback's by its type, not its position in the list."""
-    return ".".join(str(key) for key in path if not isinstance(key, int))
-
-
-def to(path: str, kind: type = object) -> KeyRule:
-    """The key is the setting ``path``, of the type ``kind``."""
-
-    def rule(value: Any) -> Settings:
-        if value is None:
-            return {}
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise RefusedKeyError(f"expected {kind.__name__}, got {value!r}")
-        return {path: value}
-
-    return rule
-
-
-def nothing(_value: Any) -> Settings:
-    """The key has no counterpart and needs none."""
-    return {}
-
-
-def only(allowed: tuple[Any, ...], reason: str) -> KeyRule:
-    """These values need no setting; any other is rejected for ``reason``."""
-
-    def rule(value: Any) -> Settings:
-        if value not in allowed:
-            raise RefusedKeyError(f"{value!r}: {reason}")
-        return {}
-
-    return rule
+from .rules import (
+    CONVERTER,
+    SAFETENSORS,
+    STRATEGY,
+    UNCUT,
+    Converted,
+    KeyRule,
+    RefusedKeyError,
+    Settings,
+    Together,
+    apply,
+    nothing,
+    only,
+    sizes,
+    to,
+)
 
 
 def _data_to_add(content: Mapping[str, Any]) -> str:
@@ -136,27 +48,6 @@ def _data_to_add(content: Mapping[str, Any]) -> str:
         "rows themselves, and what its handlers say as data.cutoff_len, data.packing, "
         "data.max_samples and data.shuffle"
     )
-
-
-CONVERTER = "convert it with mindspore.ckpt_to_safetensors"
-_PLURAL = ("context_parallel", "expert_parallel", "seq_split_num", "micro_batch_interleave_num")
-SAFETENSORS = only(("safetensors",), f"only safetensors are supported; {CONVERTER}")
-STRATEGY = only(
-    ("", None),
-    "strategy files must be in `strategy` beside the ranks; move them there, or convert the "
-    "weights once with `surefoot ckpt convert --to huggingface --strategy`",
-)
-UNCUT = {f"parallel_config.{n}": only((1, None), "it is not supported here") for n in _PLURAL}
-_AXES = ("data_parallel", "model_parallel", "pipeline_stage")
-
-
-def sizes(config: Mapping[str, Any]) -> tuple[int, int, int]:
-    """``data_parallel``, ``model_parallel`` and ``pipeline_stage`` of a ``parallel_config``."""
-    data, model, stages = (config.get(name, 1) for name in _AXES)
-    for name, value in zip(_AXES, (data, model, stages), strict=True):
-        if type(value) is not int or value < 1:
-            raise RefusedKeyError(f"{name} must be a whole number of at least 1, got {value!r}")
-    return data, model, stages
 
 
 _STAGES = {"train": "pt", "finetune": "sft"}
@@ -183,33 +74,65 @@ class MindFormers(Importer):
         return "stage" not in data and bool(_SIGNS & data.keys())
 
     def convert(self, document: Document, overrides: Overrides) -> ConvertedFile:
-        """The recipe; it lacks the data, unless ``overrides`` name some."""
-        converted = convert(document)
+        """The recipe; it lacks the data, unless ``overrides`` name some, and the model if the
+        training began with new weights."""
+        converted = convert(document, overrides)
         data = override(Recipe, Document(converted.nested(), document.name), overrides)
-        names_data = any(each.startswith("data.datasets") for each in overrides)
-        notes = [] if names_data else list(converted.advice)
+        names_data = _overridden(overrides, "data.datasets") is not None
+        notes = converted.advice[1:] if names_data else list(converted.advice)
         if converted.left:
             notes.append(f"not used: {', '.join(converted.left)}")
-        return ConvertedFile(self.title, data, notes, is_complete=False)
+        is_complete = names_data and "path" in converted.nested().get("model", {})
+        return ConvertedFile(self.title, data, notes, is_complete=is_complete)
+
+    def convert_prediction(self, document: Document) -> Document | None:
+        """The settings of a file with ``run_mode: predict``."""
+        data = document.data
+        is_prediction = isinstance(data, Mapping) and data.get("run_mode") == "predict"
+        return convert_prediction(document) if is_prediction else None
 
 
 IMPORTER = MindFormers()
 
 
-def convert(document: Document) -> Converted:
-    """The settings of the keys of ``document``. Raises ``RecipeError``: with every unsupported key,
-    each with line, reason and alternative."""
+def _overridden(overrides: Overrides, path: str) -> object | None:
+    """The value of a setting that was given beside the file; None if it was not."""
+    if isinstance(overrides, Mapping):
+        return overrides.get(path)
+    values = [each.partition("=")[2] for each in overrides if each.startswith(f"{path}=")]
+    return values[-1] if values else None
+
+
+def convert(document: Document, overrides: Overrides = ()) -> Converted:
+    """The settings of the keys of ``document``, for which ``overrides`` may name the model. Raises
+    ``RecipeError``: with every unsupported key, each with line, reason and alternative."""
+    model = _overridden(overrides, "model.path")
+    if model is not None and isinstance(document.data, dict):
+        document = replace(document, data={**document.data, "pretrained_model_dir": model})
     converted = apply(document, _RULES, _TOGETHER)
     assert isinstance(document.data, dict)
     converted.advice.append(_data_to_add(document.data))
+    if "model.path" not in converted.settings:
+        what = "its weights"
+        if "model.new_weights" in converted.settings:
+            what = "no weights, as the training begins with new ones (model.new_weights)"
+        converted.advice.append(
+            "no pretrained_model_dir or load_checkpoint: set model.path to the folder of the "
+            f"model: config.json, tokenizer, and {what}"
+        )
     return converted
 
 
 def _run_mode(value: Any) -> Settings:
     if value in _STAGES:
         return {"stage": _STAGES[value]}
-    if value in ("eval", "predict"):
-        raise RefusedKeyError(f"{value!r} is not a training run; use `surefoot {value} MODEL`")
+    if value == "predict":
+        raise RefusedKeyError(
+            f"{value!r} is not a training run; `surefoot predict FILE --prompts PROMPTS --output "
+            "OUTPUT` takes this file as it is"
+        )
+    if value == "eval":
+        raise RefusedKeyError(f"{value!r} is not a training run; use `surefoot eval RECIPE`")
     raise RefusedKeyError(f"{value!r}: expected train or finetune")
 
 
@@ -246,7 +169,7 @@ def _start(content: Mapping[str, Any]) -> Settings:
         if not model and not is_model:
             raise RefusedKeyError(
                 f"resume_training: {weights!r} has no config.json beside its weights; name "
-                "their model with pretrained_model_dir"
+                "their model with pretrained_model_dir, or model.path=MODEL behind the file"
             )
         start = weights if is_model else model
         return {"model.path": start, "checkpoint.resume": _saved_at(weights, resume)}
@@ -257,8 +180,11 @@ def _start(content: Mapping[str, Any]) -> Settings:
             f"{weights!r} has no config.json beside its weights; convert both to one model "
             f"first: surefoot ckpt convert {weights} MODEL --to huggingface --base {model}"
         )
+    settings: dict[str, object] = {}
+    if content.get("run_mode") == "train" and not weights:
+        settings["model.new_weights"] = True  # pretraining begins from nothing there
     path = weights or model
-    return {"model.path": path} if path else {}
+    return settings | ({"model.path": path} if path else {})
 
 
 def _saved_at(weights: str, resume: str | bool) -> str:

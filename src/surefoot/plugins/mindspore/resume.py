@@ -18,7 +18,6 @@ from typing import ClassVar
 import torch
 
 from ...checkpoint.layouts.detection import detect_layout
-from ...checkpoint.layouts.layout import HuggingFace
 from ...checkpoint.sources import JoinedSource, TensorSource, read_whole
 from ...checkpoint.state.states import local_box_of
 from ...data.order.loader import Loader
@@ -55,8 +54,7 @@ def load_mindspore_checkpoint(folder: Path, trainer: Trainer, *, base: Path) -> 
     unless the files cannot be read to their end.
     """
     _refuse_unlike(folder, trainer)
-    is_whole = detect_layout(base) == HuggingFace()
-    hints = MindSporeHints(base=base if is_whole else None)
+    hints = MindSporeHints(base=base)
     roles = by_role(open_state(folder, hints))
     both = JoinedSource([("", roles["model"]), ("", roles["optimizer"])])
     source = _with_fused_moments(as_huggingface(both, folder, hints), trainer)

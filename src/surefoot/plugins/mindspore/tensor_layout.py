@@ -153,7 +153,7 @@ class ParallelConfig:
     enable_parallel_optimizer: bool = False
     optimizer_weight_shard_size: int = ALL_COPIES
     parallel_optimizer_threshold: int = 64  # KiB; smaller tensors are not sharded
-    vocab_emb_dp: bool = True  # what has a row for every token is whole in every rank
+    vocab_emb_dp: bool | None = None  # False: what has a row for every token is sharded, too
 
     def __post_init__(self) -> None:
         for name in ("data_parallel", "model_parallel", "pipeline_stage"):
@@ -174,7 +174,7 @@ class ParallelConfig:
         for name, value in pairs(
             text, field_types, option="parallel_config", odd=odd, example=example
         ):
-            is_switch = field_types[name] == "bool"
+            is_switch = "bool" in str(field_types[name])
             if is_switch and value.lower() in _SWITCH:
                 values[name] = _SWITCH[value.lower()]
             elif not is_switch and re.fullmatch(r"-?[0-9]{1,9}", value):
@@ -243,7 +243,7 @@ class ParallelConfig:
                 "known; let the training write its strategy files, and use these instead"
             )
         if _VOCABULARY.fullmatch(weight):
-            return None if self.vocab_emb_dp or shape[0] % count else 0
+            return 0 if self.vocab_emb_dp is False and not shape[0] % count else None
         if shape and _ROWS.fullmatch(weight):
             dim, parts = 0, "rows"
         elif len(shape) == 2 and _COLUMNS.fullmatch(weight):
@@ -274,6 +274,11 @@ class ParallelConfig:
         except CheckpointError as error:
             raise CheckpointError(f"optimizer_weight_shard_size={size}: {error}") from None
         return sharded
+
+
+def has_row_per_token(name: str) -> bool:
+    """Whether it is the weight, or a moment, of an embedding or a head."""
+    return _VOCABULARY.fullmatch(weight_of(name)) is not None
 
 
 def _layer(name: str) -> int | None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ...checkpoint.disk import strict_json
-from ...checkpoint.disk.folder import ADAPTER, ADAPTER_CONFIG, MODEL
+from ...checkpoint.disk.folder import ADAPTER, ADAPTER_CONFIG, MODEL, number
 from ...checkpoint.layouts.adapter_merge import CHANGED_BASE
 from ...checkpoint.layouts.detection import detect_layout
 from ...checkpoint.layouts.opening import open_folder
@@ -46,6 +46,7 @@ from .trainer_folder import (
 )
 
 logger = logging.getLogger(__name__)
+_BAD = "num_bad_epochs"  # torch's ReduceLROnPlateau alone has it
 _HYPERPARAMETERS = {"betas": "beta1, beta2", "eps": "epsilon", "weight_decay": "weight_decay"}
 # Settings of an adapter that change what its weights mean; targets and rank show in its tensors.
 _MEANING = (
@@ -121,6 +122,7 @@ def load_trainer_checkpoint(folder: Path, trainer: Trainer, *, trust_pickle: boo
         for name in (SCHEDULER, SCALER)
     )
     scale = _scale(scaler, folder / SCALER)
+    _take_reductions(scheduler, trainer)
     for line in _differences(saved, scheduler, progress, num_updates, trainer):
         logger.warning("%s: %s", folder.name, line)
     fill_weights(source, policy.weights)
@@ -155,7 +157,7 @@ def _differences(
         yield f"{OPTIMIZER} has made {counted(num_updates, 'update')} in {counted(step, 'step')}"
     schedule = scheduler if isinstance(scheduler, Mapping) else {}
     last, rates = schedule.get("last_epoch"), schedule.get("_last_lr")
-    if isinstance(last, int) and last != step:
+    if isinstance(last, int) and last != step and _BAD not in schedule:  # that counts evaluations
         yield (
             f"{SCHEDULER} is at step {last}, trainer_state.json at {step}; the learning rate "
             f"continues from step {step}"
@@ -184,6 +186,25 @@ def _differences(
         rate = groups[0]["lr"] * policy.step.schedule.factor(step)
         if not math.isclose(rate, rates[0], rel_tol=1e-6, abs_tol=1e-12):
             yield f"the Trainer's next learning rate was {rates[0]:.4g}; it is {rate:.4g} now"
+
+
+def _take_reductions(saved: object, trainer: Trainer) -> None:
+    """The state of torch's ReduceLROnPlateau, if this run has that schedule, too."""
+    schedule = trainer.policy.step.schedule
+    if schedule.plateau is None or not isinstance(saved, Mapping) or _BAD not in saved:
+        return
+    best, bad, cooldown = (number(saved.get(n)) for n in ("best", _BAD, "cooldown_counter"))
+    rates = saved.get("_last_lr")
+    rate = number(rates[0]) if isinstance(rates, list) and rates else None
+    schedule.reductions.load_state_dict(
+        {
+            "factor": 1.0 if rate is None else min(1.0, rate / schedule.peak),
+            "metric": trainer.section.metric_for_best_model,
+            "best": best if best is not None and math.isfinite(best) else None,
+            "num_bad": int(bad or 0),
+            "cooldown": int(cooldown or 0),
+        }
+    )
 
 
 def _numbers(value: object) -> tuple[object, ...] | None:
@@ -225,6 +246,7 @@ def _take_progress(progress: TrainerProgress, trainer: Trainer) -> None:
             "log_history": progress.log_history,
             "train_loss_total": progress.train_loss_total,
             "train_runtime": 0.0,
+            "reductions": trainer.state.reductions.state_dict(),  # of the scheduler's file
         }
     )
 

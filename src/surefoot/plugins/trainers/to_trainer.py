@@ -8,8 +8,9 @@ generators, on which no step here depends.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from ...network.network import Network
 from ...network.open import open_network
 from ...optim.bf16_weights import MASTER
 from ...optim.optimizer import Optimizer
+from ...optim.plateau import Plateau, Reductions
 from ...parallel.world import ALONE
 from ...recipe.files import RUN_RECIPE
 from ...recipe.recipe import Recipe
@@ -114,7 +116,7 @@ def save_trainer_checkpoint(
         moments = _moments(opened, network, states.pop("optimizer"))
         numbered = moments_by_number(moments, trainer_groups(network.module), settings)
         write_pickle(folder / OPTIMIZER, numbered)
-        write_pickle(folder / SCHEDULER, _scheduler(settings, progress["global_step"]))
+        write_pickle(folder / SCHEDULER, _scheduler(run, settings, progress))
         if run.train.precision == "fp16":
             write_pickle(folder / SCALER, _scaler(states["scaler"]))
         files.write_new(folder / STATE, _state(opened, run, progress))
@@ -198,8 +200,31 @@ def _write_weights(opened: CheckpointFolder, network: Network, folder: Path) -> 
             files.write_new(folder / name, opened.small(name))
 
 
-def _scheduler(settings: list[dict[str, object]], step: int) -> dict[str, object]:
-    """torch's LambdaLR after ``step`` steps. Its shape comes from the Trainer's arguments."""
+def _scheduler(
+    run: Recipe, settings: list[dict[str, object]], progress: Mapping[str, Any]
+) -> dict[str, object]:
+    """torch's LambdaLR after the steps so far. Its shape comes from the Trainer's arguments. Or its
+    ReduceLROnPlateau, which has its settings in its state."""
+    step, rule = progress["global_step"], run.optim.schedule_over(1).plateau
+    if rule is not None:
+        made, rates = _plateau(run, rule), [group["lr"] for group in settings]
+        lowest = made.pop("min_lr")
+        reductions = _reductions(progress)
+        worst = -math.inf if run.train.is_greater_better else math.inf
+        best = reductions.best
+        num_evals = sum(run.train.metric_for_best_model in r for r in progress["log_history"])
+        return {
+            **made,
+            "default_min_lr": lowest,
+            "min_lrs": [lowest for _ in settings],
+            "eps": 1e-8,
+            "mode_worse": worst,
+            "best": worst if best is None else best,
+            "num_bad_epochs": reductions.num_bad,
+            "cooldown_counter": reductions.cooldown,
+            "last_epoch": num_evals,
+            "_last_lr": rates,
+        }
     return {
         "base_lrs": [group["initial_lr"] for group in settings],
         "last_epoch": step,
@@ -210,6 +235,19 @@ def _scheduler(settings: list[dict[str, object]], step: int) -> dict[str, object
         "_last_lr": [group["lr"] for group in settings],
         "lr_lambdas": [None for _ in settings],
     }
+
+
+def _reductions(progress: Mapping[str, Any]) -> Reductions:
+    reductions = Reductions()
+    reductions.load_state_dict(progress.get("reductions") or {})
+    return reductions
+
+
+def _plateau(run: Recipe, rule: Plateau) -> dict[str, Any]:
+    """The keywords of torch's ReduceLROnPlateau."""
+    lowest = run.optim.min_lr_ratio * run.optim.learning_rate
+    mode = "max" if run.train.is_greater_better else "min"
+    return {**asdict(rule), "mode": mode, "min_lr": lowest}
 
 
 def _scaler(saved: Mapping[str, Any]) -> dict[str, object]:
@@ -260,7 +298,7 @@ def training_arguments(run: Recipe, max_steps: int) -> dict[str, object]:
         "learning_rate": optim.learning_rate,
         "weight_decay": optim.weight_decay,
         **{f"adam_{name}": getattr(optim, name) for name in adam},
-        **_schedule(optim, max_steps),
+        **_schedule(run, max_steps),
         **{name: True for name in ("bf16", "fp16") if name == train.precision},
     }
 
@@ -281,14 +319,26 @@ def _group_settings(optim: Optimizer, progress: Mapping[str, Any]) -> list[dict[
         )
     group = {k: v for k, v in optimizer.param_groups[0].items() if k not in ("params", "names")}
     peak = group["lr"]
-    factor = optim.schedule_over(progress["max_steps"]).factor(progress["global_step"])
+    schedule = optim.schedule_over(progress["max_steps"], _reductions(progress))
+    factor = schedule.factor(progress["global_step"])
     group |= {"lr": peak * factor, "initial_lr": peak}
     return [group, {**group, "weight_decay": 0.0}]
 
 
-def _schedule(optim: Optimizer, max_steps: int) -> dict[str, object]:
+def _schedule(run: Recipe, max_steps: int) -> dict[str, object]:
+    optim = run.optim
     schedule, settings = optim.schedule_over(max_steps), dict[str, object]()
     name: str = schedule.name
+    if schedule.plateau is not None:
+        every = run.train.eval_steps
+        return {
+            "lr_scheduler_type": name,
+            "lr_scheduler_kwargs": _plateau(run, schedule.plateau),
+            "metric_for_best_model": run.train.metric_for_best_model,
+            "greater_is_better": run.train.is_greater_better,
+            **({"eval_strategy": "epoch"} if every is None else {}),
+            **({} if every is None else {"eval_strategy": "steps", "eval_steps": every}),
+        }
     if name == "constant" and schedule.warmup_steps:
         name = "constant_with_warmup"
     elif name == "cosine" and schedule.min_ratio:

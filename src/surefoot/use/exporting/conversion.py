@@ -67,6 +67,7 @@ from ...model.weights import FullWeights, names_in_files, names_unless_split, pl
 from ...network.shard_loading import check_fits, open_base
 from ...parallel.sharding import Box
 from ...recipe.run_recipe import Damaged
+from ...storage import files
 from .._model_location import locate
 from ..model_loading import ModelFolders, find_parts, with_valid
 from ._reward_model import as_sequence_classification, head_of, v_head_file
@@ -86,7 +87,11 @@ class FolderToConvert:
     @cached_property
     def base(self) -> Path | None:
         """Where ``--base`` leads to."""
-        return None if self.given.base is None else locate(self.given.base).folder
+        if self.given.base is None:
+            return None
+        # Weights of another program need the base's configuration alone, and often have no other.
+        folder = Path(self.given.base).expanduser()
+        return folder if files.exists(folder / CONFIG) else locate(self.given.base).folder
 
     @property
     def reading(self) -> Mapping[str, object]:
