@@ -40,7 +40,8 @@ DATASETS = {"dpo": "pairs", "rm": "pairs", "kto": "marked"}  # of the others: su
 CODEC = SimpleNamespace(
     tokenizer=SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids))),
     stop_token_ids=(),
-    section=SimpleNamespace(longest=128),
+    section=SimpleNamespace(longest=128, cutoff_len=128),
+    fingerprint="numbers",
     media=None,
 )
 

@@ -128,14 +128,14 @@ class RunParts:
         written = settled(recipe, bases.policy.folder)
         recipe = replace(written, stage=stage_parts.of(written.stage))
         codec = build_codec(recipe, bases.policy.folder)
-        parts = cls.around(recipe, codec, bases.policy, bases.folders)
+        parts = cls.around(recipe, codec, bases.policy, bases.folders, written=written)
         if start is None:
             # Truncated weights and tokens without embeddings were once found after hours of
             # encoding.
             world.on_main(partial(parts._refuse, world))
         if is_recorded and world.is_main:
             record |= bases.record()
-        return replace(parts, text=dump(written), record=record, start=start)
+        return replace(parts, record=record, start=start)
 
     @classmethod
     def around(
@@ -144,8 +144,12 @@ class RunParts:
         codec: Codec,
         base: BaseModel | Path,
         folders: Mapping[str, Path] = NO_FOLDERS,
+        *,
+        written: Recipe | None = None,
     ) -> RunParts:
-        """The parts of ``recipe`` around a model that is known, or open, already."""
+        """The parts of ``recipe`` around a model that is known, or open, already. ``written`` is
+        what a file can say of it, if a program has put parts of its own into its stage."""
+        written = written or recipe
         base = BaseModel(recipe.model, base) if isinstance(base, Path) else base
         return cls(
             stage=recipe.stage,
@@ -158,8 +162,8 @@ class RunParts:
             encoding=encoding_of(recipe, codec),
             encoder=EncoderWorker(recipe, base.folder),
             base=base,
-            text=dump(recipe),
-            lineage=lineage_of(recipe),
+            text=dump(written),
+            lineage=lineage_of(written),
         )
 
     def _refuse(self, world: World) -> None:
