@@ -1,6 +1,7 @@
 """Every recipe, command, link and piece of Python in the documentation is one that exists."""
 
 import html
+import json
 import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -21,8 +22,10 @@ from pages import (
     steps,
     surefoot_commands,
 )
+from PIL import Image
 from ruamel.yaml import YAML
 
+from plugins.board.words import words
 from surefoot.cli.main import main
 from surefoot.plugins.migrate.arguments import ARGUMENTS
 from surefoot.recipe.prediction import Prediction
@@ -138,6 +141,14 @@ def test_pictures_are_small_and_plain(picture):
     assert picture.stat().st_size < 60_000
     if picture.suffix == ".svg":
         assert not [e for e in ET.parse(picture).iter() if Path(e.tag).name.endswith("script")]
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs" / "img").glob("board-*.png")), ids=name)
+def test_a_picture_of_the_board_shows_words_that_it_has(picture):
+    with Image.open(picture) as image:
+        shown = json.loads(image.text["words"])
+    assert len(shown) > 5
+    assert not set(shown) - words(), "make pictures"
 
 
 def test_the_picture_of_a_run_has_the_words_of_its_screen_in_the_demo():
