@@ -53,8 +53,8 @@ EXTRAS = {
 def installation(package: str, extra: str | None = None) -> str:
     """The command that installs a package that is missing, by ``extra`` if several have it.
 
-    It is typed in the clone: the name surefoot on the package index does not belong to this project,
-    so whatever is there is somebody else's code.
+    It is typed in the clone: the name surefoot on the package index does not belong to this
+    project, so whatever is there is somebody else's code.
     """
     extra = extra or EXTRAS.get(package)
     if extra is None:
