@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Empty means written: hundreds of processes read what the first one has compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test check proof same lock newest architectures gpu interop docs clean
+.PHONY: demo test check proof same lock newest compatibility architectures gpu interop docs clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -61,6 +61,9 @@ newest:  ## the tests with the newest version of everything; says what differs f
 	@$(NEWEST)/bin/pip freeze --exclude-editable | sed -E ':a; s/^([^=]*)[._]/\1-/; ta' \
 		| grep -vixF "$$(sed 's/ .*//' constraints.txt)" || echo '  none'
 	$(NEWEST)/bin/pytest -n 3 --dist worksteal -m 'not proof'
+
+compatibility: $(STAMP)  ## the tests with other versions of Python and libraries; ENV=oldest for some; writes docs/compatibility.md
+	$(BIN)/python tests/compatibility.py $(ENV)
 
 architectures: $(STAMP)  ## try every architecture, and write the table in docs/architectures.md
 	OMP_NUM_THREADS=1 $(BIN)/python tests/zoo/page.py

@@ -20,9 +20,10 @@ import time
 from pathlib import Path
 
 import httpx
+import measure
 import psutil
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "plugins"))
 from board import browser
 from board.runs import COMPLETE, write_run
 from board.serving import Server
@@ -36,7 +37,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--llama-board", help="llamafactory-cli, to measure its webui beside")
     other = parser.parse_args().llama_board
-    print(f"load average: {os.getloadavg()}")
+    print(measure.machine())
     root = Path(tempfile.mkdtemp(prefix="board"))
     try:
         for number in range(200):
@@ -57,7 +58,7 @@ def main():
             if other:
                 beside(other)
         servers[0].close()
-        print(f"load average: {os.getloadavg()}")
+        print(measure.machine())
     finally:
         shutil.rmtree(root)
 

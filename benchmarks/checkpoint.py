@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from measure import interleaved, ratio, spread, table, versions
+from measure import interleaved, machine, ratio, spread, table, versions
 
 SUBJECTS = Path(__file__).parent / "savers"
 SAVES = {
@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--only", nargs="*", choices=KINDS, default=KINDS)
     options = parser.parse_args()
-    print(f"{versions('surefoot', 'torch', 'transformers', 'safetensors')}")
+    print(machine(), versions("surefoot", "torch", "transformers", "safetensors"), sep="\n")
     for kind in options.only:
         print(f"\n## {kind.capitalize()}\n")
         if kind == "training":

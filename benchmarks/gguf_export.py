@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 
 from inputs import make_qwen3
+from measure import machine
 
 EXPORT = """
 import sys
@@ -55,6 +56,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=1)
     parser.add_argument("--formats", default="f16,q8_0,q6_k,q5_k_m,q4_k_m")
     arguments = parser.parse_args()
+    print(machine())
     root = Path(tempfile.mkdtemp(prefix="gguf-"))
     try:
         make_qwen3(root / "tiny", **TINY)

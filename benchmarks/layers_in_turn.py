@@ -28,7 +28,7 @@ from statistics import median
 
 import psutil
 import torch
-from measure import say
+from measure import machine, say
 from transformers import AutoTokenizer, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from surefoot.methods._badam import LISA, BAdam, BAdamRatio
@@ -215,6 +215,7 @@ def main() -> None:
     if chosen.only:
         print(json.dumps(run(chosen.only, chosen)))
         return
+    print(machine())
     names = [*OURS, *(REFERENCES if find_spec("badam") else [])]
     found: dict[str, list[dict[str, object]]] = {name: [] for name in names}
     for _ in range(chosen.repetitions):

@@ -29,7 +29,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from measure import say
+from measure import machine, say
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -314,6 +314,7 @@ def main() -> None:
     if given.references is not None:
         sys.path.append(str(given.references))
     torch.set_num_threads(1)
+    say(machine())
     size = sum(p.numel() for p in model().parameters())
     say(f"{size:,} parameters, {given.steps} steps of {ROWS} x {WIDTH} bytes")
     say(f"loss at chance: {math.log(256):.4f}")

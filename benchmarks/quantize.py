@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 from inputs import make_qwen3
+from measure import machine
 
 SCHEMES = {
     "fp8": ["rtn"],
@@ -135,6 +136,7 @@ def main() -> None:
     found.add_argument("--rows", type=int, default=16)
     found.add_argument("--length", type=int, default=128)
     given = parser.parse_args()
+    print(machine())
     if given.command == "quality":
         quality(given.run, [int(one) for one in given.group_sizes.split(",")])
     else:

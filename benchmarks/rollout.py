@@ -20,7 +20,7 @@ from contextlib import nullcontext
 from statistics import median
 
 import torch
-from measure import say
+from measure import machine, say
 from transformers import (
     AutoModelForCausalLM,
     ContinuousBatchingConfig,
@@ -217,6 +217,7 @@ def main() -> None:
     parser.add_argument("--products", action="store_true", help="only those of matrices")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    say(machine())
     logging.getLogger("transformers").setLevel(logging.ERROR)
     if args.products:
         with torch.no_grad():

@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from measure import say
+from measure import machine, say
 
 WAYS = ("parts", "whole")
 MEGA = 1e6
@@ -170,6 +170,7 @@ def main() -> None:
     if given.rank:
         rank(Path(given.rank[0]), given.rank[1])
         return
+    say(machine())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_model(folder / "tiny", **TINY)

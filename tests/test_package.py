@@ -1,7 +1,8 @@
 """The package: what a wheel contains, and the extras that messages name.
 
-The proof builds a wheel, installs it into a fresh environment and runs the demo outside of the
-clone. The dependencies of that environment are those of this one.
+The proofs build what a release uploads, install it with pip and uv and run the demo outside of the
+clone. The dependencies of these environments are those of this one, but where all come from a
+wheelhouse.
 """
 
 import re
@@ -88,56 +89,74 @@ def test_a_package_of_several_extras_is_installed_by_the_one_that_is_needed():
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """A wheel of this clone."""
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "-w",
-        str(folder),
-        str(ROOT),
-    ]
-    subprocess.run(command, check=True, timeout=600)
-    return next(folder.glob("*.whl"))
+def built(tmp_path_factory):
+    """What a release uploads: the source archive of this clone, and the wheel of that archive."""
+    folder = tmp_path_factory.mktemp("built")
+    python = environment(folder / "venv")
+    subprocess.run([python, "-m", "pip", "install", "-q", "build", "uv"], check=True)
+    command = [python, "-m", "build", "--outdir", folder, ROOT]
+    subprocess.run(command, check=True, timeout=600, stdout=subprocess.DEVNULL)
+    return {"wheel": next(folder.glob("*.whl")), "sdist": next(folder.glob("*.tar.gz"))}
+
+
+def environment(folder):
+    """The Python of a new virtual environment."""
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    return folder / "bin" / "python"
 
 
 @pytest.mark.proof
-def test_a_wheel_has_every_file_of_the_package(wheel):
-    names = set(zipfile.ZipFile(wheel).namelist())
+def test_a_wheel_has_every_file_of_the_package(built):
+    names = set(zipfile.ZipFile(built["wheel"]).namelist())
     command = ["git", "ls-files", "src/surefoot"]
     tracked = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     expected = {line.removeprefix("src/") for line in tracked.stdout.splitlines()}
     assert not expected - names
     assert "surefoot/demo/base-model/model.safetensors" in names
-    assert wheel.stat().st_size < 20e6
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert built["wheel"].stat().st_size < 20e6
 
 
 @pytest.mark.proof
-def test_an_installed_wheel_runs_the_demo_outside_of_the_clone(wheel, tmp_path):
-    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
-    python = tmp_path / "venv" / "bin" / "python"
-    command = [python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", str(wheel)]
+@pytest.mark.parametrize(
+    ("kind", "installer"), [("wheel", "pip"), ("sdist", "pip"), ("wheel", "uv")]
+)
+def test_what_is_installed_runs_the_demo_outside_of_the_clone(kind, installer, built, tmp_path):
+    python = environment(tmp_path / "venv")
+    command = [python, "-m", "pip", "install", "-q", "--no-deps", built[kind]]
+    if installer == "uv":
+        uv = built[kind].parent / "venv" / "bin" / "uv"
+        command = [uv, "pip", "install", "-q", "--no-deps", "--python", python, built[kind]]
     subprocess.run(command, check=True)
-    own = subprocess.run(
-        [python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout.strip()
+    purelib = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+    own = subprocess.run([python, "-c", purelib], check=True, capture_output=True, text=True)
     # the packages that surefoot needs, without the editable surefoot beside them
-    (Path(own) / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    dependencies = Path(own.stdout.strip()) / "dependencies.pth"
+    dependencies.write_text(sysconfig.get_paths()["purelib"] + "\n")
+    run_demo(python, tmp_path)
+
+
+@pytest.mark.proof
+def test_a_wheelhouse_installs_offline_into_an_empty_environment(built, tmp_path):
+    """As on a cluster without a network; ``--no-index`` asks no package index."""
+    house, python = tmp_path / "house", environment(tmp_path / "venv")
+    pip = [python, "-m", "pip"]
+    lock = ["-c", ROOT / "constraints.txt"]
+    subprocess.run([*pip, "wheel", "-q", "-w", house, *lock, built["wheel"]], check=True)
+    offline = ["--no-index", "--find-links", house]
+    subprocess.run([*pip, "install", "-q", *offline, "surefoot"], check=True)
+    run_demo(python, tmp_path)
+
+
+def run_demo(python, folder):
+    """``surefoot demo`` in ``folder``, with nothing of this process around it."""
     ended = subprocess.run(
-        [tmp_path / "venv" / "bin" / "surefoot", "demo"],
-        cwd=tmp_path,
-        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        [python.parent / "surefoot", "demo"],
+        cwd=folder,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(folder), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=1800,
     )
     assert ended.returncode == 0, ended.stderr
-    assert (tmp_path / "surefoot-demo" / "runs" / "quickstart" / "checkpoint-564").is_dir()
+    assert (folder / "surefoot-demo" / "runs" / "quickstart" / "checkpoint-564").is_dir()

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from surefoot.data.rows import _readers
 from surefoot.data.rows._readers import READERS, read_json, read_jsonl
 from surefoot.errors import DataError
 
@@ -20,6 +21,13 @@ ROWS = st.lists(st.dictionaries(st.text(), VALUES, max_size=3), max_size=5)
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     return tmp_path_factory.mktemp("json") / "rows.json"
+
+
+@pytest.fixture(scope="module", autouse=True, params=[3, _readers.CHUNK], ids=["of parts", ""])
+def beginning(request):
+    """The text is read in two parts, or at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch.setattr(_readers, "CHUNK", request.param)
 
 
 def write(path, text):
@@ -66,6 +74,15 @@ def test_a_broken_list_says_on_which_line(path, text, line, reason):
     with pytest.raises(DataError) as caught:
         list(read_json(write(path, text)))
     assert f"at line {line}: {reason}" in str(caught.value)
+
+
+def test_the_first_rows_of_a_list_are_read_without_the_rest(path, monkeypatch):
+    monkeypatch.setattr(_readers, "CHUNK", 20)
+    path.write_bytes(b'[{"a": 1}, {"a": 2}, \xff')
+    rows = read_json(path)
+    assert next(rows) == {"a": 1}
+    with pytest.raises(DataError, match="byte 0xff is not UTF-8 text"):
+        list(rows)
 
 
 def test_a_list_of_other_things_has_broken_rows(path):

