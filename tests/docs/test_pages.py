@@ -8,7 +8,19 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
-from pages import DEMO, PAGES, ROOT, SHELLS, blocks, name, prose, steps, surefoot_commands
+from pages import (
+    DEMO,
+    LINK,
+    PAGES,
+    ROOT,
+    SHELLS,
+    anchors,
+    blocks,
+    name,
+    prose,
+    steps,
+    surefoot_commands,
+)
 from ruamel.yaml import YAML
 
 from surefoot.cli.main import main
@@ -36,7 +48,6 @@ COMMANDS = [
     for arguments in surefoot_commands(line)
 ]
 PYTHON = [b for page in PAGES for b in blocks(page, "python")]
-LINK = re.compile(r"\]\(([^)\s]+)\)")
 DECISION = re.compile(r"\d{4}-")
 
 
@@ -78,14 +89,6 @@ def test_a_command_exists_with_its_options(where, arguments, dry):
         assert way in set(paths(known)), f"no setting {override}"
 
 
-def anchors(page):
-    """The headings of a page, as GitHub and MkDocs name them in links."""
-    heads = re.findall(
-        r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.M
-    )
-    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
-
-
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links_lead_somewhere(page):
     for link in LINK.findall(prose(page)):
@@ -104,7 +107,7 @@ def test_python_compiles(block):
 
 
 def test_every_page_is_in_the_table_of_contents_once():
-    contents = YAML(typ="safe").load(ROOT / "mkdocs.yml")["nav"]
+    contents = YAML().load(ROOT / "mkdocs.yml")["nav"]
     pages = {
         name(p).removeprefix("docs/")
         for p in ROOT.glob("docs/**/*.md")
