@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import RecipeError, RunError
+from ..errors import RecipeError, RunError, installation
 from .loading import loading, recipe_arguments, resolved_recipe, start_ranks
 from .table import cell, console, progress, table
 
@@ -73,8 +73,8 @@ def eval_(recipe: Path, overrides: tuple[str, ...], **options: Any) -> None:
     best checkpoint of the run is used if its recipe ends with that one, or else the latest.
 
     With --tasks, RECIPE is any model that `surefoot predict` accepts, and is measured on tasks of
-    lm-eval (pip install 'surefoot[lm-eval]'). Results are written to --output (by default
-    NAMES.jsonl), and the same command continues after a kill.
+    lm-eval (pip install -e '.[lm-eval]' in the clone of Surefoot). Results are written to --output
+    (by default NAMES.jsonl), and the same command continues after a kill.
 
     OVERRIDES are dotted fields such as generate.max_new_tokens=64. Those of
     parallel set the ranks over which to shard the model, whatever it was trained on, as in
@@ -215,7 +215,7 @@ def _evaluate_on_tasks(path: str, overrides: Sequence[str], options: Mapping[str
             from ..use import harness
     except ImportError as error:
         raise RunError(
-            f"--tasks needs the package {error.name}; install it: pip install 'surefoot[lm-eval]'"
+            f"--tasks needs {error.name}, which is not installed: {installation('lm_eval')}"
         ) from None
     is_chat = options["prompts"] == "chat"
     settings = harness.TaskSettings(

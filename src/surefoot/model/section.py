@@ -69,11 +69,11 @@ class ModelSection:
     float8: Literal["rowwise"] | None = None
     """Compute products of trained linear layers in 8-bit floating point, with a scale for each row.
     Needs a GPU of compute capability 8.9 (a CPU emulates it) and
-    ``pip install 'surefoot[float8]'``.
+    ``pip install -e '.[float8]'`` in the clone of Surefoot.
     """
     quantization_bit: Literal[4, 8] | None = None
     """Store the frozen base in 4 or 8 bits (QLoRA, with ``method: lora``). Needs
-    ``pip install 'surefoot[qlora]'``."""
+    ``pip install -e '.[qlora]'`` in the clone of Surefoot."""
     quantization_type: Literal["nf4", "fp4"] = "nf4"
     """The sixteen values of 4 bits: spaced like a normal distribution (nf4), or floating point
     (fp4)."""

@@ -363,5 +363,5 @@ def test_missing_credentials_are_said(project, bucket, tmp_path, monkeypatch):
 
 @pytest.mark.skipif(find_spec("gcsfs") is not None, reason="gcsfs is installed")
 def test_a_missing_package_is_said(project, tmp_path):
-    with pytest.raises(SurefootError, match=r"pip install 'surefoot\[gs\]'"):
+    with pytest.raises(SurefootError, match=r"pip install -e '.\[gs\]'"):
         train(project, "gs://bucket/run", tmp_path)

@@ -395,6 +395,7 @@ def test_every_template_is_here_by_its_name():
     notes = "\n".join(translation(template="moss_vl").notes)
     assert "template: moss_vl is the model's own chat template here" in notes
     assert "(did you mean qwen3?)" in refusal(template="qwenn3")
+    assert "0.9.5 has no template 'baichuan2'" in refusal(template="baichuan2")  # 0.9.4 has
     assert recipe(template="qwen", default_system="x").data.default_system == "x"
     assert recipe(template="youtu_vl").data.default_system == "You are a helpful assistant."
     assert recipe(template="qwen3", tool_format="glm4").data.tool_format == "glm4"

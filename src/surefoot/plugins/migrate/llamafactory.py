@@ -121,7 +121,8 @@ def _template(arguments: GivenArguments) -> Settings:
         return {}
     if name not in TEMPLATES:
         hint = near(name, TEMPLATES)
-        raise RefusedError("template", f"{name!r} is no template of LLaMA-Factory{hint}")
+        message = f"LLaMA-Factory 0.9.5 has no template {name!r}, though former releases may{hint}"
+        raise RefusedError("template", f"{message}; without one, the model's own is used")
     template, system = same_template(name)
     settings: Settings = {"data.template": template}
     if system is not None and not arguments.sets("default_system"):
