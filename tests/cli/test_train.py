@@ -28,6 +28,21 @@ def test_the_end_says_how_long_where_the_best_step_and_what_to_type_next(ended):
     assert f"next: surefoot chat {shlex.quote(str(project.run))}" in err
 
 
+def test_the_end_has_tables_of_the_metrics_of_training_and_of_the_last_evaluation(ended):
+    project, err = ended
+    results = json.loads((project.run / "all_results.json").read_text())
+    table = err[err.index("train metrics:") : err.index("next: ")]
+    train, evaluation = table.split("eval metrics:")
+    shown = [
+        dict(line.split() for line in part.splitlines() if line[:2] == "  ")
+        for part in (train, evaluation)
+    ]
+    assert shown[0]["train_loss"] == f"{results['train_loss']:.5g}"
+    assert shown[0]["num_input_tokens_seen"] == f"{results['num_input_tokens_seen']:,}"
+    assert shown[1]["eval_loss"] == f"{results['eval_loss']:.5g}"
+    assert shown[1].keys() == {name for name in results if name.startswith("eval_")}
+
+
 def test_the_command_that_it_proposes_works(ended):
     err = ended[1]
     line = next(line for line in err.splitlines() if line.startswith("next: "))
