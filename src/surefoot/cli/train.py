@@ -77,7 +77,10 @@ def train(recipe: str, overrides: tuple[str, ...], trust_pickle: bool) -> None:
             importlib.import_module(name)
 
     choose, began = _choice(loaded), process_began()
-    outcome = run(loaded, trust_pickle=trust_pickle, choose=choose, began=began)
+    callbacks = extras.callbacks(loaded) if is_main else ()
+    outcome = run(
+        loaded, callbacks=callbacks, trust_pickle=trust_pickle, choose=choose, began=began
+    )
     if is_main and outcome.state.is_complete:
         extras.finish(loaded, outcome.state)
     if outcome.is_main:

@@ -100,6 +100,10 @@ class RunExtras:
     def check(self) -> None:
         """Raise what would fail after the run."""
 
+    def callbacks(self, recipe: Recipe) -> Sequence[object]:
+        """Callbacks of the run on the main rank."""
+        return ()
+
     def finish(self, recipe: Recipe, state: TrainerState) -> None:
         """Called on the main rank when the last step is saved."""
 
