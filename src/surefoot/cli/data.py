@@ -18,10 +18,10 @@ from .loading import loading, recipe_arguments, resolved_recipe
 
 if TYPE_CHECKING:
     from ..data.text.codec import Codec
+    from ..data.text.preview import PreviewExample
     from ..recipe.recipe import Recipe
     from ..use.data_check.check import DataCheck
     from ..use.data_check.figures import DatasetFigures
-    from ..use.data_check.preview import PreviewExample
 
 ROWS = 2000  # of each dataset, unless all are asked for; said in the help, before slow imports
 LEARNT, REJECTED = "bold green", "bold red"
