@@ -75,6 +75,22 @@ def test_the_run_folder_tells_the_whole_story(tmp_path):
     assert results["save_blocking_seconds"] > 0
 
 
+def test_speeds_count_the_rows_steps_and_batches_that_there_were(tmp_path):
+    epochs = {"num_epochs": 1.5, "max_steps": None, "global_batch_size": 8, "micro_batch_size": 2}
+    project = Project(tmp_path, data={"val_size": 6}, train={**epochs, "eval_epoch": True})
+    surefoot.train(project.recipe)
+    results = json.loads((project.run / "all_results.json").read_text())
+    counts = {
+        name: value * results[f"{name.partition('_')[0]}_runtime"]
+        for name, value in results.items()
+        if name.endswith("_per_second")
+    }
+    expected = {"train_samples": 18 + 2 * 8, "train_steps": 5, "eval_samples": 6, "eval_steps": 3}
+    assert {n.removesuffix("_per_second"): v for n, v in counts.items()} == pytest.approx(
+        {**expected, "train_tokens": results["num_input_tokens_seen"]}
+    )
+
+
 def test_the_mean_loss_of_a_resumed_run_is_that_of_all_its_steps(tmp_path):
     project = Project(tmp_path, train=SHORT)
     surefoot.train(project.recipe)

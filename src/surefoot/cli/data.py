@@ -14,14 +14,14 @@ from rich.text import Text
 
 from ..errors import DataError, counted
 from ..terminal_text import one_line, visible
-from .loading import loading, recipe_arguments, resolved_recipe
+from .loading import TakesWords, is_option, loading, recipe_arguments, resolved_recipe
 
 if TYPE_CHECKING:
     from ..data.text.codec import Codec
+    from ..data.text.preview import PreviewExample
     from ..recipe.recipe import Recipe
     from ..use.data_check.check import DataCheck
     from ..use.data_check.figures import DatasetFigures
-    from ..use.data_check.preview import PreviewExample
 
 ROWS = 2000  # of each dataset, unless all are asked for; said in the help, before slow imports
 LEARNT, REJECTED = "bold green", "bold red"
@@ -38,7 +38,7 @@ def _with_codec(recipe: Path, overrides: tuple[str, ...]) -> tuple[Recipe, Codec
     return loaded, build_codec(loaded, find_base(loaded, weights=False))
 
 
-@click.command()
+@click.command(cls=TakesWords)
 @recipe_arguments
 @click.option(
     "-n",
@@ -72,8 +72,12 @@ def preview(
     when not on a terminal), masked tokens are dim. Then statistics: lengths, and what is truncated
     or dropped and why. Nothing is trained, and no weights are read.
 
-    OVERRIDES are dotted fields such as data.cutoff_len=512.
+    OVERRIDES are dotted fields such as data.cutoff_len=512. RECIPE and OVERRIDES can also be what
+    `surefoot train` takes: a file of LLaMA-Factory, or its words, --stage sft ...; their --dataset
+    is then LLaMA-Factory's.
     """
+    if dataset is not None and is_option(recipe):
+        overrides, dataset = (*overrides, "--dataset", dataset), None
     loaded, codec = _with_codec(recipe, overrides)
     with loading():
         from ..use.data_check.check import preview_data

@@ -100,6 +100,10 @@ class RunExtras:
     def check(self) -> None:
         """Raise what would fail after the run."""
 
+    def callbacks(self, recipe: Recipe) -> Sequence[object]:
+        """Callbacks of the run on the main rank."""
+        return ()
+
     def finish(self, recipe: Recipe, state: TrainerState) -> None:
         """Called on the main rank when the last step is saved."""
 
@@ -375,7 +379,8 @@ def best_needs_evaluations(recipe: Recipe) -> Iterator[Problem]:
 def the_best_is_known_by_an_evaluation_metric(recipe: Recipe) -> Iterator[Problem]:
     """Metrics of evaluations are called ``eval_...``; other errors show at the first evaluation."""
     name = recipe.train.metric_for_best_model
-    if _evaluates(recipe) and not name.startswith("eval_"):
+    is_of_the_clock = name.endswith(("_runtime", "_per_second"))  # each rank has its own
+    if _evaluates(recipe) and (is_of_the_clock or not name.startswith("eval_")):
         message = f"expected a metric of evaluations such as eval_loss, got {name!r}"
         yield Problem(("train", "metric_for_best_model"), message)
 

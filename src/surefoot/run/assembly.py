@@ -120,6 +120,8 @@ def build(
     seed_everything(recipe.train.seed)
     code |= bases.record() if trial is None and world.is_main else {}
     data, feeder = data_loading.open_data(recipe, codec, base, world)
+    if trial is None and world.is_main:
+        data_loading.log_example(codec, data)
     longest = data_loading.longest_document(recipe, data)
     probes = picture_probes(recipe, codec) if data.has_pictures else ()
     saved = start is not None and start.has_base and recipe.method.saves_base_model

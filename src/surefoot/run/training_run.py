@@ -27,7 +27,7 @@ from ..storage.files import raising, read_json, write_aside
 from ..storage.memory import allocator_message, is_out_of_memory
 from ..training.callback import Record, TrainerState, made
 from ..training.callbacks.metric_files import METRICS, restore
-from ..training.evaluation import EVALUATION
+from ..training.evaluation import EVALUATION, speeds
 from ..training.trainer import Trainer
 from ._launch import recorded
 from .assembly import Start
@@ -331,7 +331,7 @@ def finish(trainer: Trainer) -> None:
         "global_step": state.global_step,
         "epoch": state.epoch,
         "train_loss": state.train_loss_total / steps,
-        "train_runtime": state.train_runtime,
+        **speeds("train", state.train_runtime, _counts(trainer)),
         "save_blocking_seconds": trainer.saver.blocking_seconds,
         "num_input_tokens_seen": state.num_input_tokens_seen,
         "total_flos": state.total_flos,
@@ -344,6 +344,22 @@ def finish(trainer: Trainer) -> None:
     text = json.dumps(results, indent=2, sort_keys=True) + "\n"
     with raising(RunError, "results"):
         write_aside(section.folder / RESULTS, text.encode())
+
+
+def _counts(trainer: Trainer) -> dict[str, int]:
+    """What a run has trained on."""
+    state, args = trainer.state, trainer.callbacks.args
+    samples = state.global_step * trainer.section.global_batch_size
+    if args.num_examples is not None and args.steps_per_epoch is not None:
+        # The last window of an epoch may be smaller.
+        windows = round(state.epoch * args.steps_per_epoch)
+        epochs, rest = divmod(windows, args.steps_per_epoch)
+        samples = epochs * args.num_examples + rest * trainer.section.global_batch_size
+    return {
+        "samples": samples,
+        "steps": state.global_step,
+        "tokens": state.num_input_tokens_seen,
+    }
 
 
 def _load_best(trainer: Trainer) -> int | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from commands import ok, refused
 from project import assert_same, final_weights, marked, metrics, model_folder, pairs, rows, start
 from project import surefoot as cli
 from surefoot.recipe.recipe import convert
@@ -118,3 +119,16 @@ def test_their_example_runs_to_its_end(folder, name):
     for file in weights:
         assert (out / file).read_bytes() == (out / "checkpoint-2" / file).read_bytes()
     assert locate(out).folder == out / "checkpoint-2"
+
+
+def test_preview_and_plan_take_the_words_of_train(folder):
+    """Options of the commands, too; ``--dataset`` is LLaMA-Factory's."""
+    places = {"MODEL": f"{folder}/model", "DATA": f"{folder}/data", "OUT": f"{folder}/no"}
+    words = [places.get(word, word) for word in COMMAND]
+    (dataset,) = json.loads(ok("preview", *words, "-n", "1", "--json"))["datasets"]
+    assert dataset["name"] == "alpaca_zh" and len(dataset["shown"]) == 1
+    plan = json.loads(ok("plan", *words, "--json", "train.max_steps=2", "--num-processes", "1"))
+    assert plan["steps"] == 2
+    assert "did you mean cutoff_len" in refused("preview", *words, "--cutof_len", "2").lower()
+    (folder / "a.yaml").write_text("{}")
+    assert "Did you mean '--json'" in refused("plan", folder / "a.yaml", "--jsno")
