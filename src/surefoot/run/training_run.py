@@ -46,6 +46,7 @@ from .foreign_resume import refuse_output_dir
 from .from_python import AS_IN_THE_RECIPE, Given, Rows, StageParts
 from .new_weights import with_new_weights
 from .resolving import resolved
+from .trainer_names import argument_values
 
 logger = logging.getLogger(__name__)
 RESULTS = "all_results.json"
@@ -161,6 +162,7 @@ def run(
         if note is not None:
             logger.info("%s", note)
         code_of(recipe)  # what is missing is an error before anything is loaded
+        argument_values(recipe)  # and so is a name that stands there twice
         world.on_main(lambda: try_rewards(recipe))
         with world.main_first():  # which may download
             recipe = with_new_weights(resolved(recipe))

@@ -18,7 +18,7 @@ class Shown:
     """A value under a name of the Hugging Face Trainer's arguments."""
 
     value: object
-    setting: str  # of the recipe
+    setting: str | None  # of the recipe; None: the place of this rank
 
 
 @dataclass(frozen=True)
