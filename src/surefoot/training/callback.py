@@ -415,7 +415,14 @@ class Callbacks:
                 given = {name: getattr(self.args, name) for name in listener.parts}
                 given |= {name: details[name] for name in listener.details}
                 seen = (theirs if listener.is_theirs else None) or state or self.state
+                rates = self.args.lr_scheduler.get_last_lr() if "optimizer" in given else ()
                 returned = listener.method(self.args, seen, self.control, **given)
+                if rates and self.args.lr_scheduler.get_last_lr() != rates:
+                    # Before the first update it would be taken for the peak of the schedule.
+                    raise RunError(
+                        f"callbacks: {listener.method.__qualname__} sets a learning rate of the "
+                        "optimizer; it is a function of the step: set optim.NAME.schedule"
+                    )
                 if returned is not None and returned is not self.control:
                     self._obey(returned, listener.method)
 
