@@ -151,6 +151,11 @@ class Importer(ABC):
         such lines."""
         return None
 
+    def convert_object(self, arguments: object) -> ConvertedFile | None:
+        """The recipe of an object of the program's arguments, as a Python program makes it; None if
+        it is none. Raises ``RecipeError`` as ``convert`` does."""
+        return None
+
 
 IMPORTERS: Mapping[str, Importer] = Extended("importers", {})
 
@@ -244,6 +249,44 @@ def read(
     Raises ``RecipeError``: with all validation errors.
     """
     return _build(override(Recipe, Document(data), overrides), base)
+
+
+def read_object(arguments: object, overrides: Mapping[str, object]) -> Recipe:
+    """The recipe of another program's object of arguments, ``TrainingArguments`` of transformers
+    for one; what these lack is in ``overrides``. Raises ``RecipeError``."""
+    candidates = (importer.convert_object(arguments) for importer in IMPORTERS.values())
+    converted = next((each for each in candidates if each is not None), None)
+    if converted is None:
+        raise RecipeError(
+            "recipe: expected a Recipe, the path of one, nested mappings, or TrainingArguments, "
+            f"got a {type(arguments).__name__}"
+        )
+    for note in converted.notes:
+        logger.info("%s", note)
+    document = override(Recipe, converted.document, overrides)
+    before, after = (_sections(each) for each in (converted.document, document))
+    missing = [
+        name
+        for (section, key), name in _GIVEN.items()
+        if key in before[section] and after[section].get(key) == before[section][key]
+    ]
+    if missing and not converted.is_complete:
+        names = ", ".join(f"{name}=..." for name in missing)
+        raise RecipeError(f"{converted.title}: name no model and no data; give {names}, too")
+    return _build(document, Path.cwd())
+
+
+# Settings that arguments of other programs lack, and what a program gives in their place.
+_GIVEN = {
+    ("model", "path"): "model",
+    ("data", "datasets"): "train_dataset",
+    ("data", "eval_datasets"): "eval_dataset",
+}
+
+
+def _sections(document: Document) -> Mapping[str, Any]:
+    data: Any = document.data
+    return {name: data.get(name, {}) for name in ("model", "data")}
 
 
 def _names() -> Mapping[str, str]:

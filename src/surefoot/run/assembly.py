@@ -23,7 +23,8 @@ from ..parallel.world import ALONE, World
 from ..recipe.files import RUN_RECIPE
 from ..recipe.recipe import Recipe, dump
 from ..recipe.recipe_data import settled
-from ..training.callback import Callbacks, Context, TrainerControl, TrainerState
+from ..training.arguments import Context
+from ..training.callback import Callbacks, TrainerControl, TrainerState
 from ..training.callbacks.launches import NAME as LAUNCHES
 from ..training.callbacks.metric_files import METRICS, TENSORBOARD
 from ..training.control import LogAccumulator, Trigger, standard_callbacks
@@ -258,7 +259,7 @@ def build_trainer(
             {name: each.examples for name, each in columns.evals.items()}, memory.forward_size
         ),
         shown=argument_values(recipe),
-        state=state,
+        added=state.added,
     )
     return Trainer(
         section=section,

@@ -160,9 +160,15 @@ class Trainer:
 
     def predict(self, examples: EvaluationSet) -> dict[str, float]:
         """Metrics over ``examples`` as ``predict_loss``, …; nothing changes. A collective call."""
-        metrics = prefixed({"": self._measure(examples)}, "predict")
+        metrics = self.measure({"": examples}, "predict")
         self.callbacks.emit("on_predict", metrics=metrics)
         return metrics
+
+    def measure(self, sets: Mapping[str, EvaluationSet], prefix: str) -> dict[str, float]:
+        """Metrics over each of ``sets``, by its name, at any time; nothing changes, and no signal
+        breaks it off. A collective call."""
+        with self.world.progress.during(EVALUATING):
+            return prefixed({n: self._measure(x, may_leave=False) for n, x in sets.items()}, prefix)
 
     def _is_done(self) -> bool:
         return (
@@ -328,14 +334,15 @@ class Trainer:
         counts = {"samples": samples, "steps": self._progress.eval_batches}
         return prefixed(parts, "eval") | speeds("eval", time.monotonic() - started, counts)
 
-    def _measure(self, examples: EvaluationSet) -> dict[str, float]:
+    def _measure(self, examples: EvaluationSet, *, may_leave: bool = True) -> dict[str, float]:
         def after() -> None:
             self.world.progress.tick()
             self._progress.eval_batches += 1
             self.callbacks.emit("on_prediction_step")
-            self._agree()  # several ranks leave at the same batch
-            if self._is_leaving:
-                raise _BrokenOffError
+            if may_leave:
+                self._agree()  # several ranks leave at the same batch
+                if self._is_leaving:
+                    raise _BrokenOffError
 
         random = RandomState()
         drawn = random.state_dict()

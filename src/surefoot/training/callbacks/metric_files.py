@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING
 
 from ...errors import RecipeError, RunError, explain, installation
 from ...storage.files import append_line, make_folder, raising, rename, write_aside
-from ..callback import Context, Metrics, TrainerCallback, TrainerControl, TrainerState
+from ..arguments import Context
+from ..callback import Metrics, TrainerCallback, TrainerControl, TrainerState
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
