@@ -14,6 +14,7 @@ import click
 from ..errors import RecipeError, counted
 from .loading import loading, start_ranks, thinking_option
 from .table import progress
+from .targets import ReadingCommand
 
 if TYPE_CHECKING:
     from ..data.section import DataSection
@@ -28,7 +29,7 @@ TRUNCATED: dict[FinishReason, str] = {  # why a response is incomplete
 }
 
 
-@click.command()
+@click.command(cls=ReadingCommand)
 @click.argument("path")
 @click.argument("overrides", nargs=-1)
 @click.option(

@@ -18,6 +18,7 @@ from ..errors import SKIPPED_STEPS, RunError, counted
 from ..parallel.section import launched
 from ..terminal_text import visible
 from .loading import loading, start_ranks
+from .targets import ReadingCommand
 
 if TYPE_CHECKING:
     from ..recipe.recipe import ConvertedFile, Recipe
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _WRITTEN = ("metrics.jsonl", "loss.png", "all_results.json")  # as far as they exist
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
+@click.command(cls=ReadingCommand, context_settings={"ignore_unknown_options": True})
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1)
 @click.option(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from .. import schema
 from ..checkpoint.layouts.detection import is_sequence_classification
+from ..checkpoint.layouts.reading import state_options
 from ..generate.section import GenerateSection
 from ..parallel.section import ParallelSection
 from ..schema import Problem
@@ -16,7 +17,7 @@ from ..schema.locations import ModelPath
 from ..storage import files
 from .files import RUN_RECIPE, SUFFIXES, read_text
 from .overrides import Overrides, override
-from .recipe import Recipe, bases, importer_of
+from .recipe import Recipe, bases, importer_of, located
 from .recipe import load as load_recipe
 from .yaml import Document, parse
 
@@ -33,6 +34,9 @@ class PredictModel:
     weights: str | None = None
     """The folder of the weights, of any layout, if ``path`` contains only configuration and
     tokenizer."""
+    reading: Mapping[str, ModelPath] = field(default_factory=dict, hash=False)
+    """How weights of another program are read: its options of ``surefoot ckpt convert``, such as
+    ``source_parallel_config``."""
     adapter: str | None = None
     """An adapter to put on the model of ``path``."""
     base: str | None = None
@@ -41,6 +45,11 @@ class PredictModel:
     """Type of the weights. ``auto``: as stored on a GPU, float32 on a CPU."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off unless you trust its author."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those of ``open_model``; it finds ``reading`` where ``load`` has stated it."""
+        return {name: value for name, value in vars(self).items() if name != "reading"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +76,7 @@ def load(
         overrides: see ``recipe.overrides``.
         generate: the settings of the run that trained the model, which are the defaults.
 
-    Raises ``RecipeError``: with all validation errors.
+    Raises ``RecipeError``: with all validation errors; ``CheckpointError`` for ``model.reading``.
     """
     document = override(Prediction, _document(path, generate), overrides)
     prediction = schema.read(Prediction, document.data, fail=document.error)
@@ -75,12 +84,15 @@ def load(
         raise document.error(problems)
     base_of = bases(document, Path(path).parent if _is_file(path) else Path())
     names = ("path", "weights", "adapter", "base")
-    locations = {
+    locations: dict[str, Any] = {
         name: ModelPath(location).located(base_of(("model", name)))
         for name in names
         if (location := getattr(prediction.model, name))
     }
-    model: PredictModel = replace(prediction.model, **locations)  # type: ignore[arg-type]
+    locations["reading"] = located(prediction.model.reading, base_of, ("model", "reading"))
+    model: PredictModel = replace(prediction.model, **locations)
+    if model.reading:  # otherwise as the command has stated it
+        state_options((model.weights or model.path, model.base), model.reading)
     return replace(prediction, model=model)
 
 

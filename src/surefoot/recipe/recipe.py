@@ -463,17 +463,21 @@ def with_locations(section: Any, base_of: BaseOf, path: Keys = ()) -> Any:
         value, here = getattr(section, name), (*path, name)
         if setting.choices is not None:
             here = (*here, schema.variant_name(setting.choices, value))
-        located = _located(value, base_of, here)
-        if located is not value:
-            changed[name] = located
+        found = located(value, base_of, here)
+        if found is not value:
+            changed[name] = found
     return replace(section, **changed) if changed else section
 
 
-def _located(value: Any, base_of: BaseOf, path: Keys) -> Any:
+def located(value: Any, base_of: BaseOf, path: Keys) -> Any:
+    """``value`` with every location in it found."""
     if isinstance(value, ModelPath | FunctionPath | DatasetReference):
         return value.located(base_of(path))
+    if isinstance(value, Mapping):
+        items = {key: located(item, base_of, (*path, key)) for key, item in value.items()}
+        return value if items == value else items
     if isinstance(value, tuple):  # set as one, with all below
-        return tuple(_located(item, lambda _: base_of(path), path) for item in value)
+        return tuple(located(item, lambda _: base_of(path), path) for item in value)
     return with_locations(value, base_of, path) if schema.is_section(value) else value
 
 
