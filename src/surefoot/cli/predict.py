@@ -1,17 +1,19 @@
-"""``surefoot predict``: responses to a file of prompts, on one process or many."""
+"""``surefoot predict``: responses to prompts, of a file or the command line, on any ranks."""
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from ..errors import RecipeError, counted
+from ..terminal_text import visible
 from .loading import loading, start_ranks, thinking_option
 from .table import progress
 from .targets import ReadingCommand
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from ..recipe.prediction import Prediction
     from ..use import Answer
 
-TRUNCATED: dict[FinishReason, str] = {  # why a response is incomplete
+TRUNCATED: dict[FinishReason | Literal["interrupted"], str] = {  # why a response is incomplete
     "length": "truncated at generate.max_new_tokens",
     "context": "truncated at the model's context length",
 }
@@ -34,15 +36,19 @@ TRUNCATED: dict[FinishReason, str] = {  # why a response is incomplete
 @click.argument("overrides", nargs=-1)
 @click.option(
     "--prompts",
-    required=True,
     type=click.Path(path_type=Path),
     help="One prompt per line; or rows (JSON, JSON Lines, CSV, Parquet) such as a dataset's.",
 )
 @click.option(
+    "--prompt",
+    "texts",
+    multiple=True,
+    help="A prompt, in place of a file of them; may be repeated.",
+)
+@click.option(
     "--output",
-    required=True,
     type=click.Path(path_type=Path),
-    help="The file of responses, one JSON object per line.",
+    help="The file of responses, one JSON object per line. Unset, with --prompt: they are printed.",
 )
 @click.option("--system", help="A system message for prompts without one.")
 @thinking_option
@@ -58,13 +64,14 @@ def predict(
     path: str,
     overrides: tuple[str, ...],
     *,
-    prompts: Path,
-    output: Path,
+    prompts: Path | None,
+    texts: tuple[str, ...],
+    output: Path | None,
     system: str | None,
     force: bool,
     **options: Any,
 ) -> None:
-    """Generate a response to each prompt of a file.
+    """Generate a response to each prompt of a file, or of the command line.
 
     PATH is what `surefoot chat` accepts, or a YAML file with the sections model, generate and
     parallel. OVERRIDES are dotted fields of these, such as generate.max_new_tokens=64 or
@@ -81,29 +88,46 @@ def predict(
     context (the context length). A prompt's row may have tools, function schemas; the calls in its
     answer are then in tool_calls.
 
+    Without OUTPUT, the answers to the texts of --prompt are printed: of one text as it is, of
+    several one line each, with line breaks written \\n.
+
     A reward model (stage rm) scores responses instead: PROMPTS are rows of a dataset, conversations
     that end in a response or pairs, and each line of OUTPUT has the fields of its row, then reward,
     or reward_chosen and reward_rejected.
     """
-    from ..data.text.prompts import check_output, read_prompts
+    from ..data.text.prompts import check_output, prompt_of, read_prompts
     from ..recipe.prediction import is_reward_model, load, recipe_of
 
     prediction = load(path, overrides)  # what is wrong is said before the slow imports
-    check_output(output, force=force)
+    if bool(texts) is (prompts is not None):
+        raise RecipeError("expected one of --prompts FILE and --prompt TEXT")
+    if output is not None:
+        check_output(output, force=force)
+    elif prompts is not None:
+        raise RecipeError("--output: expected the file of the responses to --prompts")
+    elif force:
+        raise RecipeError("--force: has no effect without --output")
+    place = None if output is None else (output, force)
+    if prompts is None:
+        if options["media_folder"] is not None:
+            raise RecipeError("--media-folder: has no effect on --prompt; use a file of --prompts")
+        prompt_rows = [prompt_of(text, f"--prompt {text!r}") for text in texts]
+        _answer(prediction, path, overrides, prompt_rows, place, system=system, **options)
+        return
     recipe = recipe_of(prediction.model.adapter, prediction.model.path)
     section = recipe.data if recipe else None
     options["media_folder"] = (
         options["media_folder"] or (section and section.media.folder) or prompts.parent
     )
     if not is_reward_model(Path(prediction.model.path)):
-        prompt_rows = [prompt.with_system(system) for prompt in read_prompts(prompts, section)]
-        options["thinks"] = options.pop("thinking")
-        _answer(prediction, path, overrides, prompt_rows, (output, force), options)
+        prompt_rows = read_prompts(prompts, section)
+        _answer(prediction, path, overrides, prompt_rows, place, system=system, **options)
         return
     if options["thinking"] is not None:
         raise RecipeError("--thinking: has no effect on rewards")
     if system is not None:
         raise RecipeError("--system: has no effect on rewards; put it into the rows")
+    assert output is not None  # with --prompts
     _score(prediction, path, overrides, (prompts, section), (output, options["media_folder"]))
 
 
@@ -112,10 +136,13 @@ def _answer(
     path: str,
     overrides: Sequence[str],
     prompts: Sequence[Prompt],
-    place: tuple[Path, bool],
-    options: Mapping[str, Any],
+    place: tuple[Path, bool] | None,
+    *,
+    system: str | None,
+    thinking: bool | None,
+    **options: Any,
 ) -> None:
-    """Write the responses to all prompts."""
+    """Write the responses to all prompts to ``place``, or print them."""
     from ..data.text.prompts import write_answers
 
     start_ranks(prediction.parallel)
@@ -125,7 +152,8 @@ def _answer(
         from ..use.prediction import AnswerOptions, Output, answer_prompts
 
     prediction = replace(prediction, parallel=with_replicas(prediction.parallel))
-    output = Output(*place)
+    prompts = [prompt.with_system(system) for prompt in prompts]
+    output = Output(*place) if place else None
     with joined(prediction.parallel) as world:
         answers = answer_prompts(
             prediction,
@@ -134,16 +162,27 @@ def _answer(
             prompts,
             world,
             output=output,
-            options=AnswerOptions(**options),
+            options=AnswerOptions(thinks=thinking, **options),
             progress=partial(progress, is_shown=world.is_main),
         )
-        if world.is_main:
+        if world.is_main and output:
             write_answers(output.path, prompts, answers, doing=output.on_failure)
         world.wait()  # ranks of other machines remove their own
-        if world.is_local_main:
+        if world.is_local_main and output:
             output.remove_parts()
-    if world.is_main:
+    if world.is_main and output:
         click.echo(summary(answers, output.path))
+    elif world.is_main:
+        _print(answers)
+
+
+def _print(answers: Sequence[Answer]) -> None:
+    """Each answer; a line each if there are several. Why one is incomplete is no part of it."""
+    for number, answer in enumerate(answers, 1):
+        text = answer.text if len(answers) == 1 else answer.text.replace("\n", "\\n")
+        click.echo(visible(text) if sys.stdout.isatty() else text)
+        if reason := TRUNCATED.get(answer.finish_reason):
+            click.echo(f"answer {number}: {reason}", err=True)
 
 
 def _score(

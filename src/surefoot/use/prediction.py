@@ -59,14 +59,14 @@ def answer_prompts(
     prompts: Sequence[Prompt],
     world: World,
     *,
-    output: Output,
+    output: Output | None = None,
     options: AnswerOptions = DEFAULTS,
     progress: Progress,
 ) -> list[Answer]:
     """The answer to every prompt, in order, in every process of ``world``. ``prediction`` is what
     ``path`` and ``overrides`` say; what they leave open of generation, the model's run says.
-    Answers are stored beside ``output`` as they are made. Raises as ``open_model`` and ``predict``
-    do."""
+    Answers are stored beside ``output``, if any, as they are made. Raises as ``open_model`` and
+    ``predict`` do."""
     opened = open_model(**prediction.model.arguments, world=world, parallel=prediction.parallel)
     opened = with_thinking(opened, options.thinks).reading_from(options.media_folder)
     section = load(path, overrides, generate=opened.generate).generate
