@@ -31,7 +31,18 @@ TRUNCATED: dict[FinishReason | Literal["interrupted"], str] = {  # why a respons
 }
 
 
-@click.command(cls=ReadingCommand)
+class _Predict(ReadingCommand):
+    """``predict``, also in another program's words, which begin with an option of its own."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Leave all options that are not its own to that program, if the first one is."""
+        own = {name for param in self.get_params(ctx) for name in param.opts}
+        is_other = bool(args) and args[0].startswith("--") and args[0].split("=")[0] not in own
+        ctx.ignore_unknown_options = is_other
+        return super().parse_args(ctx, args)
+
+
+@click.command(cls=_Predict)
 @click.argument("path")
 @click.argument("overrides", nargs=-1)
 @click.option(
@@ -88,6 +99,10 @@ def predict(
     context (the context length). A prompt's row may have tools, function schemas; the calls in its
     answer are then in tool_calls.
 
+    PATH can also be a YAML file of MindSpore Transformers with run_mode: predict, or the command
+    line of its run_mindformer.py can take the place of PATH and OVERRIDES: --config FILE
+    --load_checkpoint DIR --predict_data TEXT ...
+
     Without OUTPUT, the answers to the texts of --prompt are printed: of one text as it is, of
     several one line each, with line breaks written \\n.
 
@@ -96,9 +111,13 @@ def predict(
     or reward_chosen and reward_rejected.
     """
     from ..data.text.prompts import check_output, prompt_of, read_prompts
-    from ..recipe.prediction import is_reward_model, load, recipe_of
+    from ..recipe.prediction import is_reward_model, load, read_program, recipe_of
 
     prediction = load(path, overrides)  # what is wrong is said before the slow imports
+    if prompts is None and not texts:
+        texts = tuple(read_program(path, overrides)[2])
+        if len(texts) == 1 and Path(texts[0]).is_file():
+            prompts, texts = Path(texts[0]), ()
     if bool(texts) is (prompts is not None):
         raise RecipeError("expected one of --prompts FILE and --prompt TEXT")
     if output is not None:

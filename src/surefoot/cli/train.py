@@ -45,7 +45,8 @@ def train(recipe: str, overrides: tuple[str, ...], trust_pickle: bool) -> None:
 
     RECIPE can also be a YAML or JSON file of LLaMA-Factory, TRL or axolotl, which is converted and
     shown first. LLaMA-Factory's arguments can be OVERRIDES, such as learning_rate=5e-5, or take the
-    place of both: --stage sft --do_train True ...
+    place of both: --stage sft --do_train True ... So can those of MindSpore Transformers'
+    run_mindformer.py: --config FILE --run_mode finetune --load_checkpoint DIR ...
 
     If train.output_dir contains a checkpoint, training resumes from the latest one that passes
     verification. On Ctrl-C, SIGTERM, SIGHUP (the terminal was closed), SIGUSR1, SIGUSR2 or SIGXCPU

@@ -142,9 +142,13 @@ class Importer(ABC):
         Raises ``RecipeError`` as ``convert`` does."""
         return None
 
+    def prompts(self, document: Document) -> list[str]:
+        """The prompts that ``document`` has itself: texts, or one file of them."""
+        return []
+
     def read_words(self, words: Sequence[str]) -> tuple[Document, list[str]] | None:
-        """The document and the overrides of a command line without a file; None if it reads no
-        such lines."""
+        """The document and the overrides of a command line in the program's own words; None if it
+        reads no such lines."""
         return None
 
 
@@ -509,13 +513,19 @@ def lines(section: object, *, docs: bool = False, indent: str = "") -> Iterator[
         yield from lines(value, docs=docs, indent=inner)
 
 
+def from_words(words: Sequence[str]) -> tuple[Importer, Document, list[str]] | None:
+    """Whose ``--key value ...`` these are, the document, and the overrides among them."""
+    lines = ((importer, importer.read_words(words)) for importer in IMPORTERS.values())
+    return next(((importer, *read) for importer, read in lines if read), None)
+
+
 def convert(words: Sequence[str], program: str | None = None) -> ConvertedFile | None:
     """The recipe of another program's ``FILE key=value ...`` or ``--key value ...``; None if the
     words are not another program's. ``program`` says whose file it is, if its content does not.
     Raises ``RecipeError``: it cannot be read or converted."""
     if words[0].startswith("--"):
-        lines = ((importer, importer.read_words(words)) for importer in IMPORTERS.values())
-        return next((importer.convert(*read) for importer, read in lines if read), None)
+        read = from_words(words)
+        return None if read is None else read[0].convert(*read[1:])
     path = Path(words[0])
     if program is None and not (path.suffix in SUFFIXES and path.is_file()):
         return None

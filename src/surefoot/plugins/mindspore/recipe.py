@@ -7,7 +7,7 @@ A key has an equivalent setting, needs none, or is rejected with the reason and 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,6 +33,7 @@ from .rules import (
     sizes,
     to,
 )
+from .words import prompts_of, read_words
 
 
 def _data_to_add(content: Mapping[str, Any]) -> str:
@@ -90,6 +91,14 @@ class MindFormers(Importer):
         data = document.data
         is_prediction = isinstance(data, Mapping) and data.get("run_mode") == "predict"
         return convert_prediction(document) if is_prediction else None
+
+    def prompts(self, document: Document) -> list[str]:
+        """Those of ``predict_data``."""
+        return prompts_of(document.data) if isinstance(document.data, Mapping) else []
+
+    def read_words(self, words: Sequence[str]) -> tuple[Document, list[str]] | None:
+        """``--config FILE --run_mode finetune``, and overrides of a recipe's fields."""
+        return read_words(words)
 
 
 IMPORTER = MindFormers()
