@@ -70,7 +70,7 @@ class Plugin:
     """Opens folders whose weights are pickles, if the user trusts them: a ``PickleOpener``."""
 
     reading: Named = field(default_factory=dict)
-    """By layout: a dataclass of options for reading such a folder, on ``ckpt convert``."""
+    """By layout: a dataclass of options for reading such a folder: ``LayoutOptions``."""
 
     targets: Named = field(default_factory=dict)
     """What ``export`` and ``ckpt convert --to`` write: a ``Target``."""

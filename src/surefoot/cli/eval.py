@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ import click
 from ..errors import RecipeError, RunError, installation
 from .loading import loading, recipe_arguments, resolved_recipe, start_ranks
 from .table import cell, console, progress, table
+from .targets import ReadingCommand
 
 if TYPE_CHECKING:
     from ..use import Generation
@@ -29,7 +29,7 @@ _NOT_SHOWN = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejec
 _MAX_COLUMNS = 5  # of metrics; with more, a row each
 
 
-@click.command("eval")
+@click.command("eval", cls=ReadingCommand)
 @recipe_arguments
 @click.option(
     "--model",
@@ -232,7 +232,7 @@ def _evaluate_on_tasks(path: str, overrides: Sequence[str], options: Mapping[str
 
     journal, parallel = Output(output, force), with_replicas(prediction.parallel)
     with joined(parallel) as world:
-        loaded = open_model(**asdict(prediction.model), world=world, parallel=parallel)
+        loaded = open_model(**prediction.model.arguments, world=world, parallel=parallel)
         if is_chat and loaded.template is None:
             raise RecipeError("--prompts chat: the model has no chat template; write text")
         # generate.batch_size is that of the command line, or of the model's run

@@ -44,7 +44,7 @@ COMMANDS = {
     "reward": "Try the rewards of a recipe on sampled responses.",
     "rollouts": "Show the sampled responses that a run has kept, with their rewards.",
     "chat": "Talk to a model, a checkpoint or an adapter.",
-    "predict": "Generate responses to a file of prompts, on one process or many.",
+    "predict": "Generate responses to prompts, on one process or many.",
     "eval": "Evaluate a run on held-out data: loss, perplexity, exact match.",
     "export": "Write a model for use elsewhere, its adapter merged.",
     "ckpt": "List, show, compare, verify, prune and convert checkpoints.",

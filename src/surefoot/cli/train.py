@@ -18,6 +18,7 @@ from ..errors import SKIPPED_STEPS, RunError, counted
 from ..parallel.section import launched
 from ..terminal_text import visible
 from .loading import loading, start_ranks
+from .targets import ReadingCommand
 
 if TYPE_CHECKING:
     from ..recipe.recipe import ConvertedFile, Recipe
@@ -30,7 +31,7 @@ _WRITTEN = ("metrics.jsonl", "loss.png", RESULTS)  # as far as they exist
 _OF_TRAINING = ("epoch", "num_input_tokens_seen", "total_flos")  # in the table beside train_...
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
+@click.command(cls=ReadingCommand, context_settings={"ignore_unknown_options": True})
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1)
 @click.option(
@@ -46,7 +47,8 @@ def train(recipe: str, overrides: tuple[str, ...], trust_pickle: bool) -> None:
 
     RECIPE can also be a YAML or JSON file of LLaMA-Factory, TRL or axolotl, which is converted and
     shown first. LLaMA-Factory's arguments can be OVERRIDES, such as learning_rate=5e-5, or take the
-    place of both: --stage sft --do_train True ...
+    place of both: --stage sft --do_train True ... So can those of MindSpore Transformers'
+    run_mindformer.py: --config FILE --run_mode finetune --load_checkpoint DIR ...
 
     If train.output_dir contains a checkpoint, training resumes from the latest one that passes
     verification. On Ctrl-C, SIGTERM, SIGHUP (the terminal was closed), SIGUSR1, SIGUSR2 or SIGXCPU

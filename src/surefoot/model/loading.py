@@ -51,7 +51,7 @@ from .weights import place
 
 logger = logging.getLogger(__name__)
 WEIGHTS = "*.safetensors"
-PLACES = ("", "rank_00000/", "rank_0/", "checkpoint/rank_0/", "iteration_*/")  # ours, MindSpore's
+PLACES = ("", "rank_0*/", "checkpoint/rank_0*/", "iteration_*/")  # ours, MindSpore's
 FILES = ("*.json", WEIGHTS, "*.jinja", "*.model", "*.txt", "*.py", "*recipe.yaml")  # never pickles
 _NOT_NEEDED = ("optimizer*.safetensors", "*/optimizer*.safetensors")  # of checkpoints of Surefoot
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
+
+from ..schema.locations import ModelPath
 
 Recomputation = Literal["none", "selective", "full", "offload"]
 
@@ -26,6 +29,9 @@ class ModelSection:
     """Train from random weights, not from pretrained ones: ``path`` is then a folder (or hub id)
     with a configuration and a tokenizer, or its ``config.json``. transformers initializes them with
     ``train.seed``, and a run writes them into ``train.output_dir`` once, in float32."""
+    reading: Mapping[str, ModelPath] = field(default_factory=dict, hash=False)
+    """How the weights of ``path``, or of ``checkpoint.resume``, are read if they are another
+    program's: its options of ``surefoot ckpt convert``, such as ``source_parallel_config``."""
     revision: str | None = None
     """Branch, tag or commit of a hub model."""
     hub: Literal["huggingface", "modelscope"] = "huggingface"

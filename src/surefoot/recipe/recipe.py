@@ -146,9 +146,13 @@ class Importer(ABC):
         Raises ``RecipeError`` as ``convert`` does."""
         return None
 
+    def prompts(self, document: Document) -> list[str]:
+        """The prompts that ``document`` has itself: texts, or one file of them."""
+        return []
+
     def read_words(self, words: Sequence[str]) -> tuple[Document, list[str]] | None:
-        """The document and the overrides of a command line without a file; None if it reads no
-        such lines."""
+        """The document and the overrides of a command line in the program's own words; None if it
+        reads no such lines."""
         return None
 
     def convert_object(self, arguments: object) -> ConvertedFile | None:
@@ -511,17 +515,21 @@ def with_locations(section: Any, base_of: BaseOf, path: Keys = ()) -> Any:
         value, here = getattr(section, name), (*path, name)
         if setting.choices is not None:
             here = (*here, schema.variant_name(setting.choices, value))
-        located = _located(value, base_of, here)
-        if located is not value:
-            changed[name] = located
+        found = located(value, base_of, here)
+        if found is not value:
+            changed[name] = found
     return replace(section, **changed) if changed else section
 
 
-def _located(value: Any, base_of: BaseOf, path: Keys) -> Any:
+def located(value: Any, base_of: BaseOf, path: Keys) -> Any:
+    """``value`` with every location in it found."""
     if isinstance(value, ModelPath | FunctionPath | DatasetReference):
         return value.located(base_of(path))
+    if isinstance(value, Mapping):
+        items = {key: located(item, base_of, (*path, key)) for key, item in value.items()}
+        return value if items == value else items
     if isinstance(value, tuple):  # set as one, with all below
-        return tuple(_located(item, lambda _: base_of(path), path) for item in value)
+        return tuple(located(item, lambda _: base_of(path), path) for item in value)
     return with_locations(value, base_of, path) if schema.is_section(value) else value
 
 
@@ -553,13 +561,19 @@ def lines(section: object, *, docs: bool = False, indent: str = "") -> Iterator[
         yield from lines(value, docs=docs, indent=inner)
 
 
+def from_words(words: Sequence[str]) -> tuple[Importer, Document, list[str]] | None:
+    """Whose ``--key value ...`` these are, the document, and the overrides among them."""
+    lines = ((importer, importer.read_words(words)) for importer in IMPORTERS.values())
+    return next(((importer, *read) for importer, read in lines if read), None)
+
+
 def convert(words: Sequence[str], program: str | None = None) -> ConvertedFile | None:
     """The recipe of another program's ``FILE key=value ...`` or ``--key value ...``; None if the
     words are not another program's. ``program`` says whose file it is, if its content does not.
     Raises ``RecipeError``: it cannot be read or converted."""
     if words[0].startswith("--"):
-        lines = ((importer, importer.read_words(words)) for importer in IMPORTERS.values())
-        return next((importer.convert(*read) for importer, read in lines if read), None)
+        read = from_words(words)
+        return None if read is None else read[0].convert(*read[1:])
     path = Path(words[0])
     if program is None and not (path.suffix in SUFFIXES and path.is_file()):
         return None

@@ -118,6 +118,8 @@ def build(
     if start is None:
         # Truncated weights and tokens without embeddings were once found after hours of encoding.
         check_models(recipe, world, codec)
+    elif start.writer is not None:
+        world.on_main(partial(start.writer.check_weights, start.folder, base))
     seed_everything(recipe.train.seed)
     code |= bases.record() if trial is None and world.is_main else {}
     data, feeder = data_loading.open_data(recipe, codec, base, world)

@@ -59,15 +59,15 @@ def answer_prompts(
     prompts: Sequence[Prompt],
     world: World,
     *,
-    output: Output,
+    output: Output | None = None,
     options: AnswerOptions = DEFAULTS,
     progress: Progress,
 ) -> list[Answer]:
     """The answer to every prompt, in order, in every process of ``world``. ``prediction`` is what
     ``path`` and ``overrides`` say; what they leave open of generation, the model's run says.
-    Answers are stored beside ``output`` as they are made. Raises as ``open_model`` and ``predict``
-    do."""
-    opened = open_model(**asdict(prediction.model), world=world, parallel=prediction.parallel)
+    Answers are stored beside ``output``, if any, as they are made. Raises as ``open_model`` and
+    ``predict`` do."""
+    opened = open_model(**prediction.model.arguments, world=world, parallel=prediction.parallel)
     opened = with_thinking(opened, options.thinks).reading_from(options.media_folder)
     section = load(path, overrides, generate=opened.generate).generate
     with progress("answers", len(prompts)) as advance:
@@ -210,7 +210,7 @@ def score_rows(
                 f"{example.origin}: the key {taken[0]!r} is used for the reward; give it another "
                 "name"
             )
-    opened = open_model(**asdict(prediction.model), world=world, parallel=prediction.parallel)
+    opened = open_model(**prediction.model.arguments, world=world, parallel=prediction.parallel)
     opened = opened.reading_from(media_folder)
     size = load(path, overrides, generate=opened.generate).generate.batch_size
     count = sum(len(_names(example)) for example in examples)

@@ -126,6 +126,8 @@ class LlamaFactory(Importer):
 
     def read_words(self, words: Sequence[str]) -> tuple[Document, list[str]] | None:
         """``--stage sft --bf16 --max_steps -1``, and overrides of a recipe's fields."""
+        if any(word.partition("=")[0] == "--config" for word in words):
+            return None  # it has none; other programs name their file so
         return read_command_line(words)
 
 

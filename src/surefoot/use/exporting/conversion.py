@@ -93,11 +93,6 @@ class FolderToConvert:
         folder = Path(self.given.base).expanduser()
         return folder if files.exists(folder / CONFIG) else locate(self.given.base).folder
 
-    @property
-    def reading(self) -> Mapping[str, object]:
-        """The options of its layout that the user named."""
-        return self.given.reading
-
     def adapter_base(self) -> Path | None:
         """The folder of an adapter's base; None for a full model."""
         return None if self.parts.adapter is None else self.parts.model
@@ -110,7 +105,7 @@ class FolderToConvert:
     def weights(self) -> TensorSource:
         """The weights as stored, under Hugging Face's names."""
         if has_opener(self.folder):
-            return open_named(self.folder, self.base, options=self.given.reading)
+            return open_named(self.folder, self.base)
         return open_any(self.folder, trust_pickle=self.given.trust_pickle)
 
     def whole(
@@ -183,14 +178,12 @@ def convert(
     target: Path,
     to: Target,
     progress: Progress = silent,
-    reading: Mapping[str, object] | None = None,
 ) -> Done:
     """Write ``folder`` as ``to`` says into the new folder ``target``, from file to file: no model
     is built, and memory does not grow with it. Raises ``CheckpointError`` or ``ModelError`` for
     damaged weights, a base that is missing, or a write that fails, ``OptionError`` for options that
-    mean nothing for this folder. ``reading`` has options of the folder's layout."""
-    hints = replace(to.hints, reading=reading or {})
-    return to.write(FolderToConvert(folder, hints), target, progress)
+    mean nothing for this folder."""
+    return to.write(FolderToConvert(folder, to.hints), target, progress)
 
 
 logger = logging.getLogger(__name__)
