@@ -16,6 +16,7 @@ import surefoot
 import tiny
 from project import Project, losses
 from surefoot.errors import CheckpointError, ModelError, RecipeError
+from surefoot.model.numerics import LossScaler
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import load
 from surefoot.run.policy import compare_prepared
@@ -160,13 +161,19 @@ def test_attention_kernels_and_padded_rows_give_the_same_losses(other, plain, tm
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU computes in fp16")
-def test_fp16_is_fp32_where_the_cpu_has_no_instructions_for_it(
-    plain, tmp_path, monkeypatch, caplog
-):
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: False)
-    surefoot.train(plain.recipe, train={"output_dir": str(tmp_path), "precision": "fp16"})
-    assert losses(tmp_path) == losses(plain.run)
-    assert "train.precision: fp16 is computed in fp32 here" in caplog.text
+def test_fp16_is_fp32_on_a_cpu_also_for_a_checkpoint_that_has_its_scale(plain, tmp_path, caplog):
+    """A scale is a power of two, so it does not change a bit of the weights."""
+    fp16 = {"train.output_dir": str(tmp_path), "train.precision": "fp16"}
+    fp16 |= {"checkpoint.save_steps": 1, "checkpoint.keep": None}
+    before = build(load(plain.recipe, fp16))
+    before.policy.step.scaler = LossScaler(enabled=True)
+    before.fit()
+    assert '"scale": 65536.0' in (tmp_path / "checkpoint-1" / "state.json").read_text()
+    fp16["train.output_dir"] = str(tmp_path / "resumed")
+    surefoot.train(plain.recipe, **fp16, **{"checkpoint.resume": str(tmp_path / "checkpoint-1")})
+    resumed, whole = losses(tmp_path / "resumed"), losses(plain.run)
+    assert {2: resumed[2], 3: resumed[3]} == {2: whole[2], 3: whole[3]}
+    assert "train.precision: fp16 is computed in fp32 on a CPU" in caplog.text
 
 
 def test_a_run_keeps_the_attention_of_its_packed_rows(plain):
