@@ -29,11 +29,11 @@ from ..recipe.recipe_data import with_batch_sizes
 from ..run.assembly import build
 from ..run.from_python import AS_IN_THE_RECIPE, Rows, StageParts, by_name, write_rows
 from ..run.trainer_names import argument_values
-from ..run.training_run import AnyModel, AnyRecipe, Follower, Outcome, located, read_given, run
+from ..run.training_run import AnyModel, AnyRecipe, LoopFollower, Outcome, located, read_given, run
 from ..storage import files
+from ..training import Screen
 from ..training.arguments import Arguments, Context
 from ..training.callback import TrainerControl, TrainerState, chosen, made
-from ..training.callbacks._progress import Screen
 from ..training.evaluation import EVALUATION, EvaluationSet
 from ..training.precompute import NOTHING
 from ..training.stage import auxiliary_models
@@ -95,7 +95,7 @@ class Predictions:
         return [answer.text for answer in self.answers]
 
 
-class Trainer:
+class RunTrainer:
     """A run of a recipe; see ``surefoot.train`` for what it is made of."""
 
     def __init_subclass__(cls) -> None:
@@ -244,7 +244,7 @@ class Trainer:
 
     def pop_callback(self, callback: object) -> object | None:
         """No longer call ``callback``, or the first of this class; returns it. The run's own, such
-        as ``surefoot.training.Screen``, are there once it begins, and are left out then."""
+        as ``surefoot.training.Screen``, are there once it begins, and are removed then."""
         is_class = isinstance(callback, type)
         member = chosen(self._callbacks, callback)
         if member is not None:
@@ -298,10 +298,10 @@ class Trainer:
         return EvaluationSet(encoded(stage, examples, codec), NOTHING)
 
 
-class _Following(Follower):
+class _Following(LoopFollower):
     """Gives a ``Trainer`` the loop of its run, and the run what was set before."""
 
-    def __init__(self, owner: Trainer) -> None:
+    def __init__(self, owner: RunTrainer) -> None:
         self.owner = owner
 
     def on_init_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
@@ -314,3 +314,6 @@ class _Following(Follower):
         self.owner._loop = loop
         for each in self.owner._without:
             loop.callbacks.pop(each)
+
+
+Trainer = RunTrainer  # the public name, which is also that of the loop
