@@ -102,8 +102,6 @@ class RunTrainer:
         """Raises ``RecipeError`` for a method that nothing would call."""
         for name in INSTEAD.keys() & vars(cls).keys():
             raise RecipeError(f"{cls.__name__}.{name}: nothing calls it; use {INSTEAD[name]}")
-        if "save_model" in vars(cls):
-            logger.info("%s.save_model: you call it; at checkpoints, on_save is called", cls)
 
     def __init__(
         self,
@@ -225,6 +223,8 @@ class RunTrainer:
                 f"{output_dir}: it is the folder of the run, whose checkpoints have the model; "
                 "choose another folder"
             )
+        if loop.world.size > 1:
+            raise RunError("save_model: not on several ranks; `surefoot export` a checkpoint")
         saver, step = loop.saver, loop.state.global_step
         weights = {MODEL: loop.policy.network.weights}
         companions = dict(saver.companions)
@@ -312,8 +312,10 @@ class _Following(LoopFollower):
     def follow(self, loop: Loop) -> None:
         """Without those callbacks of the run that were removed."""
         self.owner._loop = loop
+        given = [*map(id, self.owner._callbacks)]  # a class that was removed may have come again
         for each in self.owner._without:
-            loop.callbacks.pop(each)
+            ours = (member for member in loop.callbacks.members if id(member) not in given)
+            loop.callbacks.pop(chosen(ours, each))
 
 
 Trainer = RunTrainer  # the public name, which is also that of the loop
