@@ -93,7 +93,7 @@ class Outcome:
         return self.state.best_global_step
 
 
-class Follower(TrainerCallback):
+class LoopFollower(TrainerCallback):
     """A callback that gets the loop, too."""
 
     @abstractmethod
@@ -219,7 +219,7 @@ def _run(
             )
             launch.follow(trainer)
             for each in callbacks:
-                if isinstance(each, Follower):
+                if isinstance(each, LoopFollower):
                     each.follow(trainer)
             tries_heaviest = is_chosen and start is None and device().type == "cuda"
             with ExitStack() as if_it_fails:

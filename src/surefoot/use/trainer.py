@@ -29,11 +29,11 @@ from ..recipe.recipe_data import with_batch_sizes
 from ..run.assembly import build
 from ..run.from_python import AS_IN_THE_RECIPE, Rows, StageParts, by_name, write_rows
 from ..run.trainer_names import argument_values
-from ..run.training_run import AnyModel, AnyRecipe, Follower, Outcome, located, read_given, run
+from ..run.training_run import AnyModel, AnyRecipe, LoopFollower, Outcome, located, read_given, run
 from ..storage import files
+from ..training import Screen
 from ..training.arguments import Arguments, Context
 from ..training.callback import TrainerControl, TrainerState, chosen, made
-from ..training.callbacks._progress import Screen
 from ..training.evaluation import EVALUATION, EvaluationSet
 from ..training.precompute import NOTHING
 from ..training.stage import auxiliary_models
@@ -95,15 +95,13 @@ class Predictions:
         return [answer.text for answer in self.answers]
 
 
-class Trainer:
+class RunTrainer:
     """A run of a recipe; see ``surefoot.train`` for what it is made of."""
 
     def __init_subclass__(cls) -> None:
         """Raises ``RecipeError`` for a method that nothing would call."""
         for name in INSTEAD.keys() & vars(cls).keys():
             raise RecipeError(f"{cls.__name__}.{name}: nothing calls it; use {INSTEAD[name]}")
-        if "save_model" in vars(cls):
-            logger.info("%s.save_model: you call it; at checkpoints, on_save is called", cls)
 
     def __init__(
         self,
@@ -225,6 +223,8 @@ class Trainer:
                 f"{output_dir}: it is the folder of the run, whose checkpoints have the model; "
                 "choose another folder"
             )
+        if loop.world.size > 1:
+            raise RunError("save_model: not on several ranks; `surefoot export` a checkpoint")
         saver, step = loop.saver, loop.state.global_step
         weights = {MODEL: loop.policy.network.weights}
         companions = dict(saver.companions)
@@ -244,7 +244,7 @@ class Trainer:
 
     def pop_callback(self, callback: object) -> object | None:
         """No longer call ``callback``, or the first of this class; returns it. The run's own, such
-        as ``surefoot.training.Screen``, are there once it begins, and are left out then."""
+        as ``surefoot.training.Screen``, are there once it begins, and are removed then."""
         is_class = isinstance(callback, type)
         member = chosen(self._callbacks, callback)
         if member is not None:
@@ -298,10 +298,10 @@ class Trainer:
         return EvaluationSet(encoded(stage, examples, codec), NOTHING)
 
 
-class _Following(Follower):
+class _Following(LoopFollower):
     """Gives a ``Trainer`` the loop of its run, and the run what was set before."""
 
-    def __init__(self, owner: Trainer) -> None:
+    def __init__(self, owner: RunTrainer) -> None:
         self.owner = owner
 
     def on_init_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
@@ -312,5 +312,10 @@ class _Following(Follower):
     def follow(self, loop: Loop) -> None:
         """Without those callbacks of the run that were removed."""
         self.owner._loop = loop
+        given = [*map(id, self.owner._callbacks)]  # a class that was removed may have come again
         for each in self.owner._without:
-            loop.callbacks.pop(each)
+            ours = (member for member in loop.callbacks.members if id(member) not in given)
+            loop.callbacks.pop(chosen(ours, each))
+
+
+Trainer = RunTrainer  # the public name, which is also that of the loop
