@@ -21,7 +21,8 @@ from ...schema import variant_name
 from ...stages import STAGES
 from ...storage import files
 from ...storage.remote import is_repository_name
-from ...training.callback import Context, Metrics, TrainerCallback, TrainerControl, TrainerState
+from ...training.arguments import Context
+from ...training.callback import Metrics, TrainerCallback, TrainerControl, TrainerState
 from ...training.callbacks.metric_files import curve_of, draw
 
 CARD = "README.md"

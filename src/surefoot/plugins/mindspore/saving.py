@@ -13,7 +13,8 @@ from typing import Literal
 
 from ...errors import CheckpointError
 from ...storage.child import Child
-from ...training.callback import Context, TrainerCallback, TrainerControl, TrainerState
+from ...training.arguments import Context
+from ...training.callback import TrainerCallback, TrainerControl, TrainerState
 from .reading import FamilyName
 from .tensor_layout import ParallelConfig
 
