@@ -19,7 +19,7 @@ from ...storage import files
 from ...storage.remote import is_address
 from ..example import JSON, BrokenRow, Example
 from ..section import DataSection
-from ._row_sources import PACKED
+from ._row_sources import PACKED, refuse_other
 from .formats import Format
 from .formats.fields import nearest
 from .registry import FILE, HUBS, DatasetEntry, read_entry, read_form, read_registry
@@ -108,6 +108,7 @@ class Catalog:
 
     def _unknown(self, source: str) -> DataError:
         folder = self._section.dataset_dir
+        refuse_other(Path(source))
         suffixes = [suffix.lower() for suffix in Path(source).suffixes]
         if suffixes[-1:] and suffixes[-1] in PACKED and {*suffixes} & {*DATA_FILES}:
             unpack = PACKED[suffixes[-1]]
