@@ -148,17 +148,16 @@ def convert(source: Path, output: Path) -> None:
     SOURCE is a .mindrecord file, which needs the package mindspore. Its columns are kept: a file
     of input_ids gives rows of token ids, which data.datasets takes as they are.
     """
-    from ..data.rows._row_sources import OTHER_FILES
+    from ..data.rows.catalog import other_rows
     from ..storage.files import raising
 
     if output.exists():
         raise RunError(f"{output}: exists; choose another name")
-    if source.suffix.lower() not in OTHER_FILES:
-        raise DataError(f"{source}: expected one of {', '.join(OTHER_FILES)}")
+    rows = other_rows(source)
     part, count = output.with_name(f".{output.name}.part"), 0
     with raising(RunError, "cannot write the rows"):
         with part.open("w", encoding="utf-8") as file:
-            for row in OTHER_FILES[source.suffix.lower()](source):
+            for row in rows:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
                 count += 1
         part.replace(output)
