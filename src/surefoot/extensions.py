@@ -84,6 +84,9 @@ class Plugin:
     hints: Named = field(default_factory=dict)
     """What other programs call settings: a function that returns what to say, by an unknown key."""
 
+    row_files: Named = field(default_factory=dict)
+    """By suffix: a function from a file of another program to its rows, for ``data convert``."""
+
     hubs: Named = field(default_factory=dict)
     """Values of ``model.hub`` and ``data.hub``: a ``HubClient``."""
 

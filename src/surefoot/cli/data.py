@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from ..errors import DataError, counted
+from ..errors import DataError, RunError, counted
 from ..terminal_text import one_line, visible
 from .loading import TakesWords, is_option, loading, recipe_arguments, resolved_recipe
 
@@ -103,7 +103,7 @@ def preview(
 
 @click.group()
 def data() -> None:
-    """Check the rows of a recipe before training."""
+    """Check the rows of a recipe before training, or convert rows of another program."""
 
 
 @data.command()
@@ -141,6 +141,31 @@ def check(
         _show_check(Console(soft_wrap=True, highlight=False), report)
     if report.has_problems:
         raise click.exceptions.Exit(1)
+
+
+@data.command()
+@click.argument("source", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("output", type=click.Path(path_type=Path))
+def convert(source: Path, output: Path) -> None:
+    """Write the rows of SOURCE, a file of another program, to OUTPUT as JSON Lines.
+
+    SOURCE is a .mindrecord file, which needs the package mindspore. Its columns are kept: a file
+    of input_ids gives rows of token ids, which data.datasets takes as they are.
+    """
+    from ..data.rows.catalog import other_rows
+    from ..storage.files import raising
+
+    if output.exists():
+        raise RunError(f"{output}: exists; choose another name")
+    rows = other_rows(source)
+    part, count = output.with_name(f".{output.name}.part"), 0
+    with raising(RunError, "cannot write the rows"):
+        with part.open("w", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                count += 1
+        part.replace(output)
+    click.echo(f"{output}: {counted(count, 'row')}")
 
 
 @click.command()
