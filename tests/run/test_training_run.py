@@ -92,6 +92,21 @@ def test_speeds_count_the_rows_steps_and_batches_that_there_were(tmp_path):
     )
 
 
+def test_the_saved_tokenizer_has_the_eos_token_of_the_recipe_and_the_run_its_own(tmp_path):
+    """It may be set later: what is trained does not depend on it."""
+    project = Project(tmp_path, train={"max_steps": 4}, checkpoint={"save_steps": 2})
+    surefoot.train(project.recipe)
+    before = losses(project.run)
+    shutil.rmtree(project.run / "checkpoint-4")
+    surefoot.train(project.recipe, model={"eos_token": "<|im_end|>"})
+    names = [f"checkpoint-{step}" for step in (2, 4)]
+    saved = [AutoTokenizer.from_pretrained(project.run / name).eos_token for name in names]
+    assert saved == ["<|endoftext|>", "<|im_end|>"]
+    assert losses(project.run) == before
+    with pytest.raises(RecipeError, match=r"model.eos_token: 'nix' is no token of .*; name one"):
+        surefoot.train(project.recipe, model={"eos_token": "nix"}, train={"max_steps": 5})
+
+
 def test_the_mean_loss_of_a_resumed_run_is_that_of_all_its_steps(tmp_path):
     project = Project(tmp_path, train=SHORT)
     surefoot.train(project.recipe)

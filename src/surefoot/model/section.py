@@ -57,6 +57,10 @@ class ModelSection:
     new_special_tokens: tuple[str, ...] = ()
     """Tokens to add to the vocabulary. The embeddings are resized; new rows are initialized to
     the mean of the old ones."""
+    eos_token: str | None = None
+    """The end-of-sequence token of the tokenizer that is saved with the weights. Unset: the model's
+    own. What is trained and where responses end does not depend on it, but programs that ask the
+    tokenizer stop there."""
     gradient_checkpointing: Annotated[Recomputation, BeforeValidator(recomputation)] = "none"
     """What to keep of each layer for the backward pass. ``none`` keeps all activations.
     ``selective`` keeps the results of matrix products and attention, and recomputes the rest.

@@ -85,7 +85,8 @@ def open_codec(recipe: Recipe, base: Path) -> Codec:
     chat template.
 
     Raises:
-        RecipeError: ``data.cutoff_len`` is more than the model has positions.
+        RecipeError: ``data.cutoff_len`` is more than the model has positions, or
+            ``model.eos_token`` is no token.
         ModelError: the tokenizer is missing or damaged.
         TemplateError: the template is unknown, or needs tokens that the tokenizer does not have.
     """
@@ -93,6 +94,11 @@ def open_codec(recipe: Recipe, base: Path) -> Codec:
     tokenizer = load_tokenizer(
         folder, trust_remote_code=is_trusted, new_special_tokens=recipe.model.new_special_tokens
     )
+    if (eos := recipe.model.eos_token) is not None and eos not in tokenizer.get_vocab():
+        raise RecipeError(
+            f"model.eos_token: {eos!r} is no token of {folder}; name one of its tokens, or add it "
+            "by model.new_special_tokens"
+        )
     if folder != base and tokenizer.chat_template is None:  # then the base's is in use
         base_tokenizer = load_tokenizer(base, trust_remote_code=is_trusted)
         tokenizer.chat_template = base_tokenizer.chat_template

@@ -17,6 +17,7 @@ from ..data.text.codec import Codec
 from ..model import products, weights
 from ..model.base_identity import BaseModel
 from ..model.numerics import keep_freed_memory, seed_everything, use_deterministic_kernels
+from ..model.tokenizer import with_eos
 from ..network.network import Network
 from ..parallel.progress import DATA, TRAINING
 from ..parallel.world import ALONE, World
@@ -179,7 +180,8 @@ def build_saver(
     world = policy.world
     saved_tokenizer = tokenizer_of(Path(codec.tokenizer.name_or_path))
     files = {RUN_RECIPE: dump(recipe).encode()}
-    files |= weights.tokenizer_files(codec.tokenizer, saved_tokenizer)
+    tokenizer = with_eos(codec.tokenizer, recipe.model.eos_token)
+    files |= weights.tokenizer_files(tokenizer, saved_tokenizer)
     files |= {} if codec.media is None else codec.media.processor.files
     files |= policy.weights.small_files(base.at_commit(), base.folder, codec.stop_token_ids)
     section = recipe.checkpoint

@@ -62,7 +62,8 @@ _SIGHT = 20.0  # seconds for a network disk to show a file to another machine
 LENGTH = ("train.num_epochs", "train.max_steps")
 FREE = (  # beginnings of their paths
     *("checkpoint", "generate", "parallel"),
-    *("model.attention", "model.compile", "model.gradient_checkpointing", "model.reading"),
+    *("model.attention", "model.compile", "model.gradient_checkpointing"),
+    *("model.reading", "model.eos_token"),
     *("train.output_dir", "train.num_epochs", "train.max_steps", "train.micro_batch_size"),
     *("train.on_nan", "train.max_skipped_steps", "train.report_", "train.deterministic"),
     *("train.project", "train.run_name", "train.webhook", "train.extra"),

@@ -384,6 +384,18 @@ def test_a_folder_of_tokens_is_the_cache_unless_it_is_full_of_theirs(tmp_path):
         translation(tokenized_path=str(tmp_path), dataset=None)
 
 
+def test_the_saved_tokenizer_ends_as_theirs_does():
+    """By their templates' `replace_eos`; what is newer than 0.9.5 has the model's own."""
+    recorded = json.loads((FOLDER / "eos.json").read_text())
+    for token, names in recorded.items():
+        expected = token or None
+        found = {name: recipe(template=name).model.eos_token for name in names}
+        assert found == dict.fromkeys(names, expected) | {
+            name: None for name in names if name == "moss_vl"
+        }
+    assert recipe(template="qwen", stage="pt").model.eos_token is None
+
+
 def test_every_template_is_here_by_its_name():
     from surefoot.data.text.templates import names
 
