@@ -60,6 +60,7 @@ def test_the_run_folder_tells_the_whole_story(tmp_path):
     surefoot.train(project.recipe)
     names = {p.name for p in project.run.iterdir()} - {".lock"}
     assert names == {
+        "README.md",
         "recipe.yaml",
         "metrics.jsonl",
         "all_results.json",

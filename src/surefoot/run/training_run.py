@@ -34,6 +34,7 @@ from ..training.trainer import Trainer
 from ._launch import recorded
 from .assembly import Start
 from .assembly import build as build  # noqa: PLC0414 - part of what a run is, from Python
+from .card import write_card
 from .code_files import code_of, try_rewards
 from .folder import (
     SizeChoice,
@@ -349,7 +350,8 @@ def read_recipe(recipe: AnyRecipe, overrides: Mapping[str, object]) -> Recipe:
 
 
 def finish(trainer: Trainer) -> None:
-    """Write ``all_results.json``; load the best weights if the recipe says so."""
+    """Write ``all_results.json`` and the model card; load the best weights if the recipe says
+    so."""
     state, section = trainer.state, trainer.section
     is_cut_short = trainer.signal is not None and not state.is_complete
     if is_cut_short or not trainer.world.is_main:
@@ -374,6 +376,10 @@ def finish(trainer: Trainer) -> None:
     text = json.dumps(results, indent=2, sort_keys=True) + "\n"
     with raising(RunError, "results"):
         write_aside(section.folder / RESULTS, text.encode())
+    best = best if section.load_best_model_at_end else None
+    checkpoint = trainer.saver.path_of(state.global_step if best is None else best)
+    if checkpoint.is_dir():
+        write_card(section.folder, checkpoint, inside=checkpoint.name)
 
 
 def _counts(trainer: Trainer) -> dict[str, int]:
