@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Empty means written: hundreds of processes read what the first one has compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test check proof same lock newest compatibility architectures gpu interop docs clean
+.PHONY: demo test check proof same lock newest compatibility pictures architectures gpu interop docs clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -64,6 +64,11 @@ newest:  ## the tests with the newest version of everything; says what differs f
 
 compatibility: $(STAMP)  ## the tests with other versions of Python and libraries; ENV=oldest for some; writes docs/compatibility.md
 	$(BIN)/python tests/compatibility.py $(ENV)
+
+pictures: $(STAMP)  ## take the pictures and recorded commands of README and docs anew; needs chromium
+	$(BIN)/python tests/docs/record.py
+	PICTURES=docs/img $(BIN)/pytest -m proof -o faulthandler_timeout=3600 tests/plugins/board/test_pictures.py
+	cd benchmarks && ../$(BIN)/python learning.py --stages rm,dpo,kto,ppo --draw ../docs/img/learning.svg
 
 architectures: $(STAMP)  ## try every architecture, and write the table in docs/architectures.md
 	OMP_NUM_THREADS=1 $(BIN)/python tests/zoo/page.py

@@ -29,8 +29,8 @@ LOCK = ["-c", "constraints.txt"]
 # Name, Python, arguments of pip, arguments of pytest.
 ENVIRONMENTS = {
     "locked": ("3.11", LOCK, WHOLE),
-    "newest": ("3.11", ["--upgrade", "--upgrade-strategy", "eager"], WHOLE),
-    "newest of all": ("3.11", ["torch==2.15.*"], QUICK),
+    "latest": ("3.11", ["--upgrade", "--upgrade-strategy", "eager"], WHOLE),
+    "torch 2.15": ("3.11", ["torch==2.15.*"], QUICK),
     "oldest": ("3.11", [], QUICK),
     **{f"python{minor}": (minor, LOCK, QUICK) for minor in ("3.12", "3.13", "3.14")},
 }
@@ -67,7 +67,7 @@ def run(name):
     subprocess.run([python, "-m", "venv", folder], check=True)
     pip = [folder / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check"]
     # No cap of the machine's own: its configuration may hold torch at what lies on its disk.
-    env = os.environ | ({"PIP_CONFIG_FILE": os.devnull} if name == "newest of all" else {})
+    env = os.environ | ({"PIP_CONFIG_FILE": os.devnull} if name == "torch 2.15" else {})
     libraries = libraries + (oldest() if name == "oldest" else [])
     command = [*pip, "-e", ".[dev]", *libraries]
     installed = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True)

@@ -30,7 +30,7 @@ class TwoNodes:
     def __init__(self, log, **resources):
         for name, value in ENVIRONMENT.items():
             os.environ[name] = value  # before Ray is imported
-        reason = "needs pip install 'surefoot[ray]'"
+        reason = "needs pip install -e '.[ray]'"
         utils = pytest.importorskip("ray.cluster_utils", reason=reason)
         self.of_node = {"num_cpus": 1, "node_ip_address": "127.0.0.1", **resources}
         self.log, self.driver = log, None

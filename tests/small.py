@@ -24,10 +24,10 @@ from surefoot.network.open import ON_THE_MESH, Draft, NetworkOptions, finish
 from surefoot.optim._variants.adamw import AdamW
 from surefoot.parallel.world import ALONE
 from surefoot.stages import SFT
+from surefoot.training.arguments import Context
 from surefoot.training.callback import (
     EVENTS,
     Callbacks,
-    Context,
     TrainerCallback,
     TrainerControl,
     TrainerState,

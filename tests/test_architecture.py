@@ -17,7 +17,7 @@ LAZY = {"peft", "datasets", "matplotlib", "tensorboard", "pandas", "psutil", "PI
 LAZY |= {"torch.utils.tensorboard", "fsspec", "pyarrow", "torchao"}
 LAZY |= {"wandb", "mlflow", "mlflow.entities", "swanlab", "trackio"}
 LAZY |= {"jieba", "nltk.translate.bleu_score", "rouge_chinese", "sacrebleu.metrics.bleu"}
-LAZY |= {"modelscope_hub", "llguidance", "llguidance.hf", "gguf", "importlib.metadata"}
+LAZY |= {"modelscope_hub", "mindspore", "llguidance", "llguidance.hf", "gguf", "importlib.metadata"}
 # What a recipe names is read without these; they come with the first call.
 LATER, LATER_FILES = (
     {"torch", "numpy", "transformers"},

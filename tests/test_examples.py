@@ -236,20 +236,46 @@ def test_the_batch_script_is_one_that_bash_reads():
     assert "srun --kill-on-bad-exit=1 surefoot train" in script.read_text()
 
 
-def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
-    cells = json.loads((EXAMPLES / "from_python.ipynb").read_text())["cells"]
+def executed(name, folder, monkeypatch):
+    """What the cells of a notebook leave, run in a folder like the one of the examples."""
+    cells = json.loads((EXAMPLES / name).read_text())["cells"]
     assert all(not cell.get("outputs") for cell in cells), "saved without outputs"
-    (tmp_path / "examples").mkdir()
-    (tmp_path / "examples/base-model").symlink_to(EXAMPLES / "base-model")
-    monkeypatch.chdir(tmp_path / "examples")
+    (folder / "examples").mkdir()
+    (folder / "examples/base-model").symlink_to(EXAMPLES / "base-model")
+    monkeypatch.chdir(folder / "examples")
     space = {}
     for number, cell in enumerate(cells):
         if cell["cell_type"] == "code":
             exec(compile("".join(cell["source"]), f"cell {number}", "exec"), space)
-    run = space["run"]
+    return space
+
+
+def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
+    run = executed("from_python.ipynb", tmp_path, monkeypatch)["run"]
     assert run.global_step == 20
     assert run.output_dir.resolve() == tmp_path / "runs/from-python"
     assert 0 <= run.log_history[-1]["eval_surely"] <= 1
+
+
+def test_the_notebook_that_bends_the_trainer_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
+    space = executed("like_the_trainer.ipynb", tmp_path, monkeypatch)
+    run, watch, history = space["run"], space["watch"], space["run"].log_history
+    assert (run.global_step, watch.a, len(set(watch.norms))) == (20, 20, 20)
+    logged = {record["step"]: record["learning_rate"] for record in history if "loss" in record}
+    assert logged == {step: watch.rates[step - 1] for step in (5, 10, 15, 20)}
+    evaluated = {record["step"]: record for record in history if "eval_loss" in record}
+    assert [*evaluated] == [5, 7, 10, 15, 20]  # 7 by the control that was returned
+    assert {step: seen[1] for step, seen in space["on_train_data"].seen.items()} == {
+        step: record["eval_small_loss"] for step, record in evaluated.items()
+    }
+    learning_rate, compute_loss = space["refused"]
+    assert "set optim.learning_rate in the recipe" in learning_rate
+    assert "StageParts(loss=...)" in compute_loss
+    assert "'eval_large_loss'" in capsys.readouterr().out  # by transformers' printer
+    assert space["after"]["eval_loss"] == run.best_metric < space["before"]["eval_loss"]
+    for name, value in space["model"].state_dict().items():
+        assert torch.equal(value, space["again"].state_dict()[name])
+    assert (space["longer"].state.global_step, space["longer"].args.a) == (25, 20)
 
 
 @pytest.fixture

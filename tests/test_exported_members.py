@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_the_public_names_are_these():
-    assert sorted(surefoot.__all__) == ["Outcome", "StageParts", "__version__", "train"]
+    assert sorted(surefoot.__all__) == ["Outcome", "StageParts", "Trainer", "__version__", "train"]
     for name in surefoot.__all__:
         assert getattr(surefoot, name)
 

@@ -8,8 +8,9 @@ from .extensions import lazy_getattr
 if TYPE_CHECKING:
     from .run.from_python import StageParts
     from .run.training_run import Outcome, train
+    from .use.trainer import Trainer
 
-__all__ = ["Outcome", "StageParts", "__version__", "train"]
+__all__ = ["Outcome", "StageParts", "Trainer", "__version__", "train"]
 __version__ = "0.1.0"
 
 # libgomp's threads spin 300,000 times at every barrier before they sleep. Beside other programs,
@@ -22,5 +23,6 @@ if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
 _HOMES = {
     ".run.training_run": ("Outcome", "train"),
     ".run.from_python": ("StageParts",),
+    ".use.trainer": ("Trainer",),
 }
 __getattr__ = lazy_getattr(__name__, _HOMES)

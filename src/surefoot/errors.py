@@ -34,6 +34,9 @@ EXTRAS = {
     "compressed_tensors": "quantize",
     "gcsfs": "gs",
     "gguf": "gguf",
+    "jieba": "metrics",
+    "llguidance": "serve",
+    "lm_eval": "lm-eval",
     "mlflow": "mlflow",
     "modelscope_hub": "modelscope",
     "optuna": "sweep",
@@ -47,10 +50,16 @@ EXTRAS = {
 }  # package -> the extra that installs it, and in the version that is needed
 
 
-def installation(package: str) -> str:
-    """The command that installs a package that is missing."""
-    extra = EXTRAS.get(package)
-    return f"pip install {package}" if extra is None else f"pip install 'surefoot[{extra}]'"
+def installation(package: str, extra: str | None = None) -> str:
+    """The command that installs a package that is missing, by ``extra`` if several have it.
+
+    It is typed in the clone: the name surefoot on the package index does not belong to this
+    project, so whatever is there is somebody else's code.
+    """
+    extra = extra or EXTRAS.get(package)
+    if extra is None:
+        return f"pip install {package}"
+    return f"pip install -e '.[{extra}]' in the clone of Surefoot"
 
 
 def counted(number: int, singular: str, plural: str | None = None) -> str:

@@ -70,7 +70,7 @@ class Plugin:
     """Opens folders whose weights are pickles, if the user trusts them: a ``PickleOpener``."""
 
     reading: Named = field(default_factory=dict)
-    """By layout: a dataclass of options for reading such a folder, on ``ckpt convert``."""
+    """By layout: a dataclass of options for reading such a folder: ``LayoutOptions``."""
 
     targets: Named = field(default_factory=dict)
     """What ``export`` and ``ckpt convert --to`` write: a ``Target``."""
@@ -83,6 +83,9 @@ class Plugin:
 
     hints: Named = field(default_factory=dict)
     """What other programs call settings: a function that returns what to say, by an unknown key."""
+
+    row_files: Named = field(default_factory=dict)
+    """By suffix: a function from a file of another program to its rows, for ``data convert``."""
 
     hubs: Named = field(default_factory=dict)
     """Values of ``model.hub`` and ``data.hub``: a ``HubClient``."""

@@ -138,4 +138,4 @@ def test_a_missing_package_is_named_with_its_cure(known, tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.startswith("surefoot.plugins.gguf.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "gguf", None)
-    assert "pip install 'surefoot[gguf]'" in refused(known, tmp_path / "a.gguf", "--to", "gguf")
+    assert "pip install -e '.[gguf]'" in refused(known, tmp_path / "a.gguf", "--to", "gguf")

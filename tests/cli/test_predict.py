@@ -137,6 +137,38 @@ def test_what_is_there_is_not_overwritten_without_a_word(folder, run, tmp_path):
     assert len(lines(tmp_path / "a.jsonl")) == 3
 
 
+def test_texts_of_the_command_line_are_answered_on_standard_output_or_in_a_file(folder, tmp_path):
+    def predict(*args):
+        return CliRunner().invoke(main, [*map(str, ("predict", folder / "base", SHORT, *args))])
+
+    answers = [each["answer"] for each in expected(folder / "base")]
+    words = [word for text in TEXTS for word in ("--prompt", text)]
+    done = predict(*words)
+    assert done.stdout.split("\n")[:-1] == [answer.replace("\n", "\\n") for answer in answers]
+    assert "answer 3: truncated at generate.max_new_tokens" in done.stderr
+    assert predict(*words[:2]).stdout == f"{answers[0]}\n"
+    assert predict(*words, "--output", tmp_path / "a.jsonl").exit_code == 0
+    assert lines(tmp_path / "a.jsonl") == expected(folder / "base")
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        ([], "expected one of --prompts FILE and --prompt TEXT"),
+        (["--prompts", "q.txt", "--prompt", "a"], "expected one of --prompts FILE and --prompt"),
+        (["--prompts", "q.txt"], "--output: expected the file of the responses to --prompts"),
+        (["--prompt", "a", "--force"], "--force: has no effect without --output"),
+        (["--prompt", "a", "--media-folder", "."], "--media-folder: has no effect on --prompt"),
+        (["--prompt", "a", "--prompt", " "], "--prompt ' ': the prompt is empty"),
+        (["--prompt", "\udcff"], "is not UTF-8 text"),
+    ],
+)
+def test_words_that_do_not_go_together_are_refused_before_the_model_is_read(args, problem):
+    done = CliRunner().invoke(main, ["predict", "/nowhere", *args])
+    assert done.exit_code == 2
+    assert problem in done.stderr
+
+
 @pytest.mark.parametrize(
     ("args", "problem"),
     [

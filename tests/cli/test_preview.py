@@ -10,8 +10,8 @@ import commands
 from folders import save_data, save_recipe
 from project import Project
 from surefoot.cli.data import histogram, show
+from surefoot.data.text.preview import PreviewExample, RenderedExample, TextSpan
 from surefoot.use.data_check.figures import DatasetFigures, num_limited
-from surefoot.use.data_check.preview import PreviewExample, RenderedExample, TextSpan
 
 run, ok, refused = commands.of("preview")
 

@@ -7,6 +7,7 @@ import pytest
 
 from commands import refused, run
 from project import Project, start, surefoot
+from surefoot import train
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +27,40 @@ def test_the_end_says_how_long_where_the_best_step_and_what_to_type_next(ended):
     assert f"best: step {results['best_global_step']}, eval_loss" in err
     assert f"{project.run}: checkpoint-3, metrics.jsonl, loss.png, all_results.json" in err
     assert f"next: surefoot chat {shlex.quote(str(project.run))}" in err
+
+
+def test_the_end_has_tables_of_the_metrics_of_training_and_of_the_last_evaluation(ended):
+    project, err = ended
+    results = json.loads((project.run / "all_results.json").read_text())
+    table = err[err.index("train metrics:") : err.index("next: ")]
+    train, evaluation = table.split("eval metrics:")
+    shown = [
+        dict(line.split() for line in part.splitlines() if line[:2] == "  ")
+        for part in (train, evaluation)
+    ]
+    assert shown[0]["train_loss"] == f"{results['train_loss']:.5g}"
+    assert shown[0]["num_input_tokens_seen"] == f"{results['num_input_tokens_seen']:,}"
+    assert shown[1]["eval_loss"] == f"{results['eval_loss']:.5g}"
+    assert shown[1].keys() == {name for name in results if name.startswith("eval_")}
+
+
+def test_the_start_shows_one_example_and_what_of_it_is_trained_on(ended):
+    (line,) = [line for line in ended[1].splitlines() if line.startswith("training example: ")]
+    assert " in [[ ]]: <|im_start|>user\\nWhat is 0 plus 0?<|im_end|>\\n" in line
+    assert "assistant\\n[[It is 0.<|im_end|>]]" in line
+
+
+def test_an_example_of_a_pair_is_one_line_without_the_middle_of_long_texts(tmp_path, caplog):
+    caplog.set_level("INFO")
+    data = {"datasets": ["pairs"], "cutoff_len": 900}
+    sections = {"model": {"path": "model", "max_positions": 1024}, "data": data}
+    project = Project(tmp_path, stage="dpo", train={"max_steps": 1}, **sections)
+    row = {"instruction": "a" * 500, "chosen": "Yes.", "rejected": "No."}
+    (tmp_path / "data" / "pairs.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
+    train(project.recipe)
+    (line,) = [m for m in caplog.messages if m.startswith("training example: ")]
+    assert "a … a" in line and len(line) < 500
+    assert " chosen: [[Yes.<|im_end|>]]" in line and " rejected: [[No.<|im_end|>]]" in line
 
 
 def test_the_command_that_it_proposes_works(ended):

@@ -318,7 +318,7 @@ def test_a_saved_family_is_known_again_from_its_template():
 
 
 def test_the_preview_shows_an_end_that_is_trained_without_being_written():
-    from surefoot.use.data_check.preview import preview_example
+    from surefoot.data.text.preview import preview_example
 
     tokenizer = tiny_tokenizers.tokenizer()
     made = Codec(tokenizer, load_template("fewshot", tokenizer), DataSection(datasets=("any",)))

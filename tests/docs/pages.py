@@ -10,6 +10,7 @@ README, DEMO, TUTORIAL = ROOT / "README.md", ROOT / "docs/demo.md", ROOT / "docs
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "examples" / "README.md"])
 SHELLS = ("console", "sh", "bash", "shell")
 FENCE = re.compile(r"^( *)(```+)(\S*)([^\n`]*)\n(.*?)^\1\2 *$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
 OPERATORS = set("();<>|&")
 SUREFOOT = ("surefoot", ".venv/bin/surefoot")
 WRAPPERS = ("timeout", "nice", "time")
@@ -51,6 +52,12 @@ def blocks(page, *languages):
 def prose(page):
     """A page without its fenced blocks and code."""
     return re.sub(r"`[^`\n]+`", "", FENCE.sub("", page.read_text(encoding="utf-8")))
+
+
+def anchors(page):
+    """The headings of a page, as GitHub and MkDocs name them in links, in their order."""
+    heads = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.M)
+    return [re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads]
 
 
 def steps(block):

@@ -1,6 +1,7 @@
 """Every recipe, command, link and piece of Python in the documentation is one that exists."""
 
 import html
+import json
 import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -8,9 +9,23 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
-from pages import DEMO, PAGES, ROOT, SHELLS, blocks, name, prose, steps, surefoot_commands
+from pages import (
+    DEMO,
+    LINK,
+    PAGES,
+    ROOT,
+    SHELLS,
+    anchors,
+    blocks,
+    name,
+    prose,
+    steps,
+    surefoot_commands,
+)
+from PIL import Image
 from ruamel.yaml import YAML
 
+from plugins.board.words import words
 from surefoot.cli.main import main
 from surefoot.plugins.migrate.arguments import ARGUMENTS
 from surefoot.recipe.prediction import Prediction
@@ -36,7 +51,6 @@ COMMANDS = [
     for arguments in surefoot_commands(line)
 ]
 PYTHON = [b for page in PAGES for b in blocks(page, "python")]
-LINK = re.compile(r"\]\(([^)\s]+)\)")
 DECISION = re.compile(r"\d{4}-")
 
 
@@ -68,22 +82,14 @@ def test_a_command_exists_with_its_options(where, arguments, dry):
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.output
     overrides = dry[-1].params.get("overrides", ()) if dry else ()
-    if dry and str(dry[-1].params.get("recipe")).startswith("--"):
-        return  # of LLaMA-Factory
+    if dry and any(str(dry[-1].params.get(name)).startswith("--") for name in ("recipe", "path")):
+        return  # of LLaMA-Factory or MindSpore Transformers
     for override in overrides:
         way = tuple(override.partition("=")[0].split("."))
         if way[0] in ARGUMENTS:
             continue
         known = Prediction if dry[-1].info_name == "predict" else Recipe
         assert way in set(paths(known)), f"no setting {override}"
-
-
-def anchors(page):
-    """The headings of a page, as GitHub and MkDocs name them in links."""
-    heads = re.findall(
-        r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.M
-    )
-    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -104,7 +110,7 @@ def test_python_compiles(block):
 
 
 def test_every_page_is_in_the_table_of_contents_once():
-    contents = YAML(typ="safe").load(ROOT / "mkdocs.yml")["nav"]
+    contents = YAML().load(ROOT / "mkdocs.yml")["nav"]
     pages = {
         name(p).removeprefix("docs/")
         for p in ROOT.glob("docs/**/*.md")
@@ -135,6 +141,14 @@ def test_pictures_are_small_and_plain(picture):
     assert picture.stat().st_size < 60_000
     if picture.suffix == ".svg":
         assert not [e for e in ET.parse(picture).iter() if Path(e.tag).name.endswith("script")]
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs" / "img").glob("board-*.png")), ids=name)
+def test_a_picture_of_the_board_shows_words_that_it_has(picture):
+    with Image.open(picture) as image:
+        shown = json.loads(image.text["words"])
+    assert len(shown) > 5
+    assert not set(shown) - words(), "make pictures"
 
 
 def test_the_picture_of_a_run_has_the_words_of_its_screen_in_the_demo():

@@ -58,6 +58,14 @@ def test_two_processes_write_what_one_writes(parallel, folder, one, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
+def test_texts_are_answered_by_two_processes_and_printed_once(folder, one):
+    texts = ("--prompt", "Hi", "--prompt", "What is 1 plus 1?", "--prompt", "A long story")
+    code, out, err = surefoot("predict", folder / "base", *SAMPLED, *texts, "parallel.tp=2")
+    assert code == 0, err
+    answers = [json.loads(line)["answer"] for line in one.splitlines()]
+    assert out.split("\n")[:-1] == [answer.replace("\n", "\\n") for answer in answers]
+
+
 THEIRS = """\
 run_mode: predict
 load_checkpoint: {weights}

@@ -59,7 +59,7 @@ def test_it_learns_goes_on_to_the_bit_and_merges_into_the_whole_base(bits, tmp_p
 
 @pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
 def test_without_bitsandbytes_the_error_says_what_to_install(tmp_path):
-    said = r"quantization_bit: 4 needs bitsandbytes.*`pip install 'surefoot\[qlora\]'`"
+    said = r"quantization_bit: 4 needs bitsandbytes.*pip install -e '.\[qlora\]'"
     with pytest.raises(ModelError, match=said):
         surefoot.train(project(tmp_path, 4).recipe)
 

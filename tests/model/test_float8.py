@@ -111,7 +111,7 @@ def test_documents_of_a_packed_row_do_not_change_each_other(scaling):
 
 @pytest.mark.skipif(IS_INSTALLED, reason="torchao is installed")
 def test_without_torchao_the_error_says_what_to_install(tmp_path):
-    said = r"model.float8 needs torchao.*`pip install 'surefoot\[float8\]'`"
+    said = r"model.float8 needs torchao.*pip install -e '.\[float8\]'"
     with pytest.raises(ModelError, match=said):
         surefoot.train(project(tmp_path).recipe)
 

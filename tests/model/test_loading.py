@@ -96,6 +96,10 @@ def test_what_is_no_model_folder_is_named(folder, tmp_path):
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="weights are missing"):
         opened(folder)
+    (folder / "rank_0").mkdir()
+    (folder / "rank_0" / "qwen_rank_0.ckpt").touch()
+    with pytest.raises(ModelError, match=r"rank_0\.ckpt: .*mindspore\.ckpt_to_safetensors"):
+        opened(folder)
 
 
 def test_a_hub_model_that_cannot_be_fetched_is_named():

@@ -151,7 +151,6 @@ def test_weights_with_their_configuration_beside_are_a_model(tmp_path):
         ("run_mode: predict", "is not a training run; `surefoot predict FILE --prompts"),
         ("run_mode: fly", "expected train or finetune"),
         ("seed: x", "seed: expected int, got 'x'"),
-        ("src_strategy_path_or_dir: s", "strategy files must be in `strategy` beside"),
         ("parallel_config: {context_parallel: 2}", "2: it is not supported here"),
         ("parallel_config: {data_parallel: 0}", "data_parallel must be a whole number of at least"),
         ("{load_checkpoint: out, resume_training: true}", "name their model with pretra"),

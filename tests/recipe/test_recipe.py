@@ -311,6 +311,14 @@ BROKEN = {  # settings, the problems that they have, and settings without which 
         ],
         {"train.metric_for_best_model": "eval_token_accuracy"},
     ),
+    "a metric of the clock": (
+        {"train.eval_steps": 5, "train.metric_for_best_model": "eval_runtime", "data.val_size": 2},
+        [
+            "train.metric_for_best_model: expected a metric of evaluations such as eval_loss, "
+            "got 'eval_runtime'"
+        ],
+        {"train.metric_for_best_model": "eval_loss"},
+    ),
     "an adapter": (
         {"model.adapter": "a"},
         [

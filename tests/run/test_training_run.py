@@ -16,6 +16,7 @@ import surefoot
 import tiny
 from project import Project, losses
 from surefoot.errors import CheckpointError, ModelError, RecipeError
+from surefoot.model.numerics import LossScaler
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import load
 from surefoot.run.policy import compare_prepared
@@ -59,6 +60,7 @@ def test_the_run_folder_tells_the_whole_story(tmp_path):
     surefoot.train(project.recipe)
     names = {p.name for p in project.run.iterdir()} - {".lock"}
     assert names == {
+        "README.md",
         "recipe.yaml",
         "metrics.jsonl",
         "all_results.json",
@@ -73,6 +75,37 @@ def test_the_run_folder_tells_the_whole_story(tmp_path):
     assert results["train_loss"] == pytest.approx(sum(losses(project.run).values()) / 3)
     assert results["eval_perplexity"] == pytest.approx(2.718281828 ** results["eval_loss"])
     assert results["save_blocking_seconds"] > 0
+
+
+def test_speeds_count_the_rows_steps_and_batches_that_there_were(tmp_path):
+    epochs = {"num_epochs": 1.5, "max_steps": None, "global_batch_size": 8, "micro_batch_size": 2}
+    project = Project(tmp_path, data={"val_size": 6}, train={**epochs, "eval_epoch": True})
+    surefoot.train(project.recipe)
+    results = json.loads((project.run / "all_results.json").read_text())
+    counts = {
+        name: value * results[f"{name.partition('_')[0]}_runtime"]
+        for name, value in results.items()
+        if name.endswith("_per_second")
+    }
+    expected = {"train_samples": 18 + 2 * 8, "train_steps": 5, "eval_samples": 6, "eval_steps": 3}
+    assert {n.removesuffix("_per_second"): v for n, v in counts.items()} == pytest.approx(
+        {**expected, "train_tokens": results["num_input_tokens_seen"]}
+    )
+
+
+def test_the_saved_tokenizer_has_the_eos_token_of_the_recipe_and_the_run_its_own(tmp_path):
+    """It may be set later: what is trained does not depend on it."""
+    project = Project(tmp_path, train={"max_steps": 4}, checkpoint={"save_steps": 2})
+    surefoot.train(project.recipe)
+    before = losses(project.run)
+    shutil.rmtree(project.run / "checkpoint-4")
+    surefoot.train(project.recipe, model={"eos_token": "<|im_end|>"})
+    names = [f"checkpoint-{step}" for step in (2, 4)]
+    saved = [AutoTokenizer.from_pretrained(project.run / name).eos_token for name in names]
+    assert saved == ["<|endoftext|>", "<|im_end|>"]
+    assert losses(project.run) == before
+    with pytest.raises(RecipeError, match=r"model.eos_token: 'nix' is no token of .*; name one"):
+        surefoot.train(project.recipe, model={"eos_token": "nix"}, train={"max_steps": 5})
 
 
 def test_the_mean_loss_of_a_resumed_run_is_that_of_all_its_steps(tmp_path):
@@ -144,13 +177,19 @@ def test_attention_kernels_and_padded_rows_give_the_same_losses(other, plain, tm
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU computes in fp16")
-def test_fp16_is_fp32_where_the_cpu_has_no_instructions_for_it(
-    plain, tmp_path, monkeypatch, caplog
-):
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: False)
-    surefoot.train(plain.recipe, train={"output_dir": str(tmp_path), "precision": "fp16"})
-    assert losses(tmp_path) == losses(plain.run)
-    assert "train.precision: fp16 is computed in fp32 here" in caplog.text
+def test_fp16_is_fp32_on_a_cpu_also_for_a_checkpoint_that_has_its_scale(plain, tmp_path, caplog):
+    """A scale is a power of two, so it does not change a bit of the weights."""
+    fp16 = {"train.output_dir": str(tmp_path), "train.precision": "fp16"}
+    fp16 |= {"checkpoint.save_steps": 1, "checkpoint.keep": None}
+    before = build(load(plain.recipe, fp16))
+    before.policy.step.scaler = LossScaler(enabled=True)
+    before.fit()
+    assert '"scale": 65536.0' in (tmp_path / "checkpoint-1" / "state.json").read_text()
+    fp16["train.output_dir"] = str(tmp_path / "resumed")
+    surefoot.train(plain.recipe, **fp16, **{"checkpoint.resume": str(tmp_path / "checkpoint-1")})
+    resumed, whole = losses(tmp_path / "resumed"), losses(plain.run)
+    assert {2: resumed[2], 3: resumed[3]} == {2: whole[2], 3: whole[3]}
+    assert "train.precision: fp16 is computed in fp32 on a CPU" in caplog.text
 
 
 def test_a_run_keeps_the_attention_of_its_packed_rows(plain):

@@ -14,6 +14,7 @@ import click
 
 from ..terminal_text import visible
 from .loading import dtype_option, loading, thinking_option, trust_remote_code_option
+from .targets import ReadingCommand
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,7 +36,7 @@ _INCOMPLETE = {  # by why a response has ended
 _COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
 
 
-@click.command()
+@click.command(cls=ReadingCommand)
 @click.argument("path")
 @click.option("--base", help="The base model of an adapter, if it moved.")
 @click.option("--adapter", help="An adapter to put on the model of PATH.")

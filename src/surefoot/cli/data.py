@@ -12,16 +12,16 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from ..errors import DataError, counted
+from ..errors import DataError, RunError, counted
 from ..terminal_text import one_line, visible
-from .loading import loading, recipe_arguments, resolved_recipe
+from .loading import TakesWords, is_option, loading, recipe_arguments, resolved_recipe
 
 if TYPE_CHECKING:
     from ..data.text.codec import Codec
+    from ..data.text.preview import PreviewExample
     from ..recipe.recipe import Recipe
     from ..use.data_check.check import DataCheck
     from ..use.data_check.figures import DatasetFigures
-    from ..use.data_check.preview import PreviewExample
 
 ROWS = 2000  # of each dataset, unless all are asked for; said in the help, before slow imports
 LEARNT, REJECTED = "bold green", "bold red"
@@ -38,7 +38,7 @@ def _with_codec(recipe: Path, overrides: tuple[str, ...]) -> tuple[Recipe, Codec
     return loaded, build_codec(loaded, find_base(loaded, weights=False))
 
 
-@click.command()
+@click.command(cls=TakesWords)
 @recipe_arguments
 @click.option(
     "-n",
@@ -72,8 +72,12 @@ def preview(
     when not on a terminal), masked tokens are dim. Then statistics: lengths, and what is truncated
     or dropped and why. Nothing is trained, and no weights are read.
 
-    OVERRIDES are dotted fields such as data.cutoff_len=512.
+    OVERRIDES are dotted fields such as data.cutoff_len=512. RECIPE and OVERRIDES can also be what
+    `surefoot train` takes: a file of LLaMA-Factory, or its words, --stage sft ...; their --dataset
+    is then LLaMA-Factory's.
     """
+    if dataset is not None and is_option(recipe):
+        overrides, dataset = (*overrides, "--dataset", dataset), None
     loaded, codec = _with_codec(recipe, overrides)
     with loading():
         from ..use.data_check.check import preview_data
@@ -99,7 +103,7 @@ def preview(
 
 @click.group()
 def data() -> None:
-    """Check the rows of a recipe before training."""
+    """Check the rows of a recipe before training, or convert rows of another program."""
 
 
 @data.command()
@@ -137,6 +141,31 @@ def check(
         _show_check(Console(soft_wrap=True, highlight=False), report)
     if report.has_problems:
         raise click.exceptions.Exit(1)
+
+
+@data.command()
+@click.argument("source", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("output", type=click.Path(path_type=Path))
+def convert(source: Path, output: Path) -> None:
+    """Write the rows of SOURCE, a file of another program, to OUTPUT as JSON Lines.
+
+    SOURCE is a .mindrecord file, which needs the package mindspore. Its columns are kept: a file
+    of input_ids gives rows of token ids, which data.datasets takes as they are.
+    """
+    from ..data.rows.catalog import other_rows
+    from ..storage.files import raising
+
+    if output.exists():
+        raise RunError(f"{output}: exists; choose another name")
+    rows = other_rows(source)
+    part, count = output.with_name(f".{output.name}.part"), 0
+    with raising(RunError, "cannot write the rows"):
+        with part.open("w", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                count += 1
+        part.replace(output)
+    click.echo(f"{output}: {counted(count, 'row')}")
 
 
 @click.command()

@@ -8,16 +8,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import RecipeError, RunError
+from ..errors import RecipeError, RunError, installation
 from .loading import loading, recipe_arguments, resolved_recipe, start_ranks
 from .table import cell, console, progress, table
+from .targets import ReadingCommand
 
 if TYPE_CHECKING:
     from ..use import Generation
@@ -29,7 +29,7 @@ _NOT_SHOWN = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejec
 _MAX_COLUMNS = 5  # of metrics; with more, a row each
 
 
-@click.command("eval")
+@click.command("eval", cls=ReadingCommand)
 @recipe_arguments
 @click.option(
     "--model",
@@ -73,8 +73,8 @@ def eval_(recipe: Path, overrides: tuple[str, ...], **options: Any) -> None:
     best checkpoint of the run is used if its recipe ends with that one, or else the latest.
 
     With --tasks, RECIPE is any model that `surefoot predict` accepts, and is measured on tasks of
-    lm-eval (pip install 'surefoot[lm-eval]'). Results are written to --output (by default
-    NAMES.jsonl), and the same command continues after a kill.
+    lm-eval (pip install -e '.[lm-eval]' in the clone of Surefoot). Results are written to --output
+    (by default NAMES.jsonl), and the same command continues after a kill.
 
     OVERRIDES are dotted fields such as generate.max_new_tokens=64. Those of
     parallel set the ranks over which to shard the model, whatever it was trained on, as in
@@ -215,7 +215,7 @@ def _evaluate_on_tasks(path: str, overrides: Sequence[str], options: Mapping[str
             from ..use import harness
     except ImportError as error:
         raise RunError(
-            f"--tasks needs the package {error.name}; install it: pip install 'surefoot[lm-eval]'"
+            f"--tasks needs {error.name}, which is not installed: {installation('lm_eval')}"
         ) from None
     is_chat = options["prompts"] == "chat"
     settings = harness.TaskSettings(
@@ -232,7 +232,7 @@ def _evaluate_on_tasks(path: str, overrides: Sequence[str], options: Mapping[str
 
     journal, parallel = Output(output, force), with_replicas(prediction.parallel)
     with joined(parallel) as world:
-        loaded = open_model(**asdict(prediction.model), world=world, parallel=parallel)
+        loaded = open_model(**prediction.model.arguments, world=world, parallel=parallel)
         if is_chat and loaded.template is None:
             raise RecipeError("--prompts chat: the model has no chat template; write text")
         # generate.batch_size is that of the command line, or of the model's run

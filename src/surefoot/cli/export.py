@@ -10,7 +10,7 @@ import click
 
 from ..errors import ModelError
 from .table import reading
-from .targets import TargetCommand, naming_packages, target_of
+from .targets import TargetCommand, naming_packages, state_options_of_source, target_of
 
 
 @click.command("verify")
@@ -32,7 +32,6 @@ class _Export(TargetCommand):
     """``export PATH OUT`` with the options of every target, and ``export verify OUT``."""
 
     usual = "huggingface is the default"
-    reads_others = False
     commands: ClassVar[Mapping[str, click.Command]] = {"verify": verify_command}
 
     def make_context(
@@ -87,7 +86,9 @@ def export(path: str, out: Path, verify: bool, kind: str | None, **options: Any)
             f"--to {files[0]}, or choose another name"
         )
     try:
-        to = target_of(kind, {name: value for name, value in options.items() if value})
+        explicit_options = {name: value for name, value in options.items() if value}
+        state_options_of_source(kind, explicit_options, path, options["base"])
+        to = target_of(kind, explicit_options)
         with reading("writing", None) as advance, naming_packages(to):
             written, done = export_as(path, out, to, advance)
     except OptionError as error:

@@ -55,12 +55,27 @@ def start_ranks(
 
 
 def resolved_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
-    """The recipe at ``path``, with what it names found. What is wrong with it is reported before
-    the slow imports."""
-    from ..recipe.recipe import load
+    """The recipe at ``path``, or of the words of another program that begin with ``path``, with
+    what it names found. What is wrong with it is reported before the slow imports."""
+    from ..recipe.recipe import convert, load, load_converted
     from ..run.resolving import resolved
 
-    return resolved(load(path, overrides))
+    converted = convert([str(path), *overrides]) if is_option(path) else None
+    return resolved(load(path, overrides) if converted is None else load_converted(converted))
+
+
+class TakesWords(click.Command):
+    """A command of a recipe that takes words such as ``--stage sft`` in its place."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """With a recipe, an option that is misspelled stays an error that names the nearest."""
+        ctx.ignore_unknown_options = args[:1] != [] and is_option(Path(args[0]))
+        return super().parse_args(ctx, args)
+
+
+def is_option(recipe: Path) -> bool:
+    """Whether a command line has words such as ``--stage sft`` in place of a recipe."""
+    return str(recipe).startswith("--")
 
 
 def recipe_arguments(command: F) -> F:

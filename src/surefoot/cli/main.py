@@ -44,7 +44,7 @@ COMMANDS = {
     "reward": "Try the rewards of a recipe on sampled responses.",
     "rollouts": "Show the sampled responses that a run has kept, with their rewards.",
     "chat": "Talk to a model, a checkpoint or an adapter.",
-    "predict": "Generate responses to a file of prompts, on one process or many.",
+    "predict": "Generate responses to prompts, on one process or many.",
     "eval": "Evaluate a run on held-out data: loss, perplexity, exact match.",
     "export": "Write a model for use elsewhere, its adapter merged.",
     "ckpt": "List, show, compare, verify, prune and convert checkpoints.",
@@ -60,10 +60,11 @@ SYNONYMS = {  # what other programs call a command
     **dict.fromkeys(("generate", "infer", "inference"), "predict"),
     **dict.fromkeys(("evaluate", "test"), "eval"),
     **dict.fromkeys(("merge", "merge-lora", "save"), "export"),
-    **dict.fromkeys(("ui", "gui", "web", "dashboard", "webui", "webchat"), "board"),
+    **dict.fromkeys(("ui", "gui", "web", "dashboard"), "board"),
     **{"benchmark": "bench", "upload": "push", "convert": "ckpt convert", "config": "recipe"},
     "api": "serve",
 }
+ALIASES = dict.fromkeys(("webui", "webchat"), "board")  # what people type who come from elsewhere
 
 
 def listed() -> dict[str, str]:
@@ -106,6 +107,10 @@ class Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command, or suggest the nearest one."""
+        if args[0] in ALIASES:
+            name = ALIASES[args[0]]
+            click.echo(f"{args[0]}: starting `surefoot {name}`, which is its name here", err=True)
+            args = [name, *args[1:]]
         is_known = args[0] in listed() or args[0].startswith("-")
         if not is_known and _of_a_plugin(args[0]) is None:
             if args[0] in SYNONYMS:

@@ -14,7 +14,7 @@ from rich.text import Text
 from ..errors import counted
 from ..schema.named_values import ByteSize
 from ..terminal_text import in_bytes
-from .loading import loading, recipe_arguments, resolved_recipe
+from .loading import TakesWords, loading, recipe_arguments, resolved_recipe
 from .table import console, frame, print_json, table
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def _size(_context: click.Context, _option: click.Parameter, text: str | None) -
     return None if text is None else ByteSize.from_text(text)
 
 
-@click.command()
+@click.command(cls=TakesWords)
 @recipe_arguments
 @click.option(
     "--num-processes",
@@ -86,7 +86,8 @@ def plan(
 
     The speed is taken from train.output_dir/metrics.jsonl if the run has begun, unless it is given.
 
-    OVERRIDES are dotted fields such as train.micro_batch_size=8.
+    OVERRIDES are dotted fields such as train.micro_batch_size=8. RECIPE and OVERRIDES can also be
+    what `surefoot train` takes: a file of LLaMA-Factory, or its words, --stage sft ...
     """
 
     if num_processes is not None:

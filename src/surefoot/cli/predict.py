@@ -1,19 +1,22 @@
-"""``surefoot predict``: responses to a file of prompts, on one process or many."""
+"""``surefoot predict``: responses to prompts, of a file or the command line, on any ranks."""
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from ..errors import RecipeError, counted
+from ..terminal_text import visible
 from .loading import loading, start_ranks, thinking_option
 from .table import progress
+from .targets import ReadingCommand
 
 if TYPE_CHECKING:
     from ..data.section import DataSection
@@ -22,26 +25,41 @@ if TYPE_CHECKING:
     from ..recipe.prediction import Prediction
     from ..use import Answer
 
-TRUNCATED: dict[FinishReason, str] = {  # why a response is incomplete
+TRUNCATED: dict[FinishReason | Literal["interrupted"], str] = {  # why a response is incomplete
     "length": "truncated at generate.max_new_tokens",
     "context": "truncated at the model's context length",
 }
 
 
-@click.command()
+class _Predict(ReadingCommand):
+    """``predict``, also in another program's words, which begin with an option of its own."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Leave all options that are not its own to that program, if the first one is."""
+        own = {name for param in self.get_params(ctx) for name in param.opts}
+        is_other = bool(args) and args[0].startswith("--") and args[0].split("=")[0] not in own
+        ctx.ignore_unknown_options = is_other
+        return super().parse_args(ctx, args)
+
+
+@click.command(cls=_Predict)
 @click.argument("path")
 @click.argument("overrides", nargs=-1)
 @click.option(
     "--prompts",
-    required=True,
     type=click.Path(path_type=Path),
     help="One prompt per line; or rows (JSON, JSON Lines, CSV, Parquet) such as a dataset's.",
 )
 @click.option(
+    "--prompt",
+    "texts",
+    multiple=True,
+    help="A prompt, in place of a file of them; may be repeated.",
+)
+@click.option(
     "--output",
-    required=True,
     type=click.Path(path_type=Path),
-    help="The file of responses, one JSON object per line.",
+    help="The file of responses, one JSON object per line. Unset, with --prompt: they are printed.",
 )
 @click.option("--system", help="A system message for prompts without one.")
 @thinking_option
@@ -57,13 +75,14 @@ def predict(
     path: str,
     overrides: tuple[str, ...],
     *,
-    prompts: Path,
-    output: Path,
+    prompts: Path | None,
+    texts: tuple[str, ...],
+    output: Path | None,
     system: str | None,
     force: bool,
     **options: Any,
 ) -> None:
-    """Generate a response to each prompt of a file.
+    """Generate a response to each prompt of a file, or of the command line.
 
     PATH is what `surefoot chat` accepts, or a YAML file with the sections model, generate and
     parallel. OVERRIDES are dotted fields of these, such as generate.max_new_tokens=64 or
@@ -80,29 +99,54 @@ def predict(
     context (the context length). A prompt's row may have tools, function schemas; the calls in its
     answer are then in tool_calls.
 
+    PATH can also be a YAML file of MindSpore Transformers with run_mode: predict, or the command
+    line of its run_mindformer.py can take the place of PATH and OVERRIDES: --config FILE
+    --load_checkpoint DIR --predict_data TEXT ...
+
+    Without OUTPUT, the answers to the texts of --prompt are printed: of one text as it is, of
+    several one line each, with line breaks written \\n.
+
     A reward model (stage rm) scores responses instead: PROMPTS are rows of a dataset, conversations
     that end in a response or pairs, and each line of OUTPUT has the fields of its row, then reward,
     or reward_chosen and reward_rejected.
     """
-    from ..data.text.prompts import check_output, read_prompts
-    from ..recipe.prediction import is_reward_model, load, recipe_of
+    from ..data.text.prompts import check_output, prompt_of, read_prompts
+    from ..recipe.prediction import is_reward_model, load, read_program, recipe_of
 
     prediction = load(path, overrides)  # what is wrong is said before the slow imports
-    check_output(output, force=force)
+    if prompts is None and not texts:
+        texts = tuple(read_program(path, overrides)[2])
+        if len(texts) == 1 and Path(texts[0]).is_file():
+            prompts, texts = Path(texts[0]), ()
+    if bool(texts) is (prompts is not None):
+        raise RecipeError("expected one of --prompts FILE and --prompt TEXT")
+    if output is not None:
+        check_output(output, force=force)
+    elif prompts is not None:
+        raise RecipeError("--output: expected the file of the responses to --prompts")
+    elif force:
+        raise RecipeError("--force: has no effect without --output")
+    place = None if output is None else (output, force)
+    if prompts is None:
+        if options["media_folder"] is not None:
+            raise RecipeError("--media-folder: has no effect on --prompt; use a file of --prompts")
+        prompt_rows = [prompt_of(text, f"--prompt {text!r}") for text in texts]
+        _answer(prediction, path, overrides, prompt_rows, place, system=system, **options)
+        return
     recipe = recipe_of(prediction.model.adapter, prediction.model.path)
     section = recipe.data if recipe else None
     options["media_folder"] = (
         options["media_folder"] or (section and section.media.folder) or prompts.parent
     )
     if not is_reward_model(Path(prediction.model.path)):
-        prompt_rows = [prompt.with_system(system) for prompt in read_prompts(prompts, section)]
-        options["thinks"] = options.pop("thinking")
-        _answer(prediction, path, overrides, prompt_rows, (output, force), options)
+        prompt_rows = read_prompts(prompts, section)
+        _answer(prediction, path, overrides, prompt_rows, place, system=system, **options)
         return
     if options["thinking"] is not None:
         raise RecipeError("--thinking: has no effect on rewards")
     if system is not None:
         raise RecipeError("--system: has no effect on rewards; put it into the rows")
+    assert output is not None  # with --prompts
     _score(prediction, path, overrides, (prompts, section), (output, options["media_folder"]))
 
 
@@ -111,10 +155,13 @@ def _answer(
     path: str,
     overrides: Sequence[str],
     prompts: Sequence[Prompt],
-    place: tuple[Path, bool],
-    options: Mapping[str, Any],
+    place: tuple[Path, bool] | None,
+    *,
+    system: str | None,
+    thinking: bool | None,
+    **options: Any,
 ) -> None:
-    """Write the responses to all prompts."""
+    """Write the responses to all prompts to ``place``, or print them."""
     from ..data.text.prompts import write_answers
 
     start_ranks(prediction.parallel)
@@ -124,7 +171,8 @@ def _answer(
         from ..use.prediction import AnswerOptions, Output, answer_prompts
 
     prediction = replace(prediction, parallel=with_replicas(prediction.parallel))
-    output = Output(*place)
+    prompts = [prompt.with_system(system) for prompt in prompts]
+    output = Output(*place) if place else None
     with joined(prediction.parallel) as world:
         answers = answer_prompts(
             prediction,
@@ -133,16 +181,27 @@ def _answer(
             prompts,
             world,
             output=output,
-            options=AnswerOptions(**options),
+            options=AnswerOptions(thinks=thinking, **options),
             progress=partial(progress, is_shown=world.is_main),
         )
-        if world.is_main:
+        if world.is_main and output:
             write_answers(output.path, prompts, answers, doing=output.on_failure)
         world.wait()  # ranks of other machines remove their own
-        if world.is_local_main:
+        if world.is_local_main and output:
             output.remove_parts()
-    if world.is_main:
+    if world.is_main and output:
         click.echo(summary(answers, output.path))
+    elif world.is_main:
+        _print(answers)
+
+
+def _print(answers: Sequence[Answer]) -> None:
+    """Each answer; a line each if there are several. Why one is incomplete is no part of it."""
+    for number, answer in enumerate(answers, 1):
+        text = answer.text if len(answers) == 1 else answer.text.replace("\n", "\\n")
+        click.echo(visible(text) if sys.stdout.isatty() else text)
+        if reason := TRUNCATED.get(answer.finish_reason):
+            click.echo(f"answer {number}: {reason}", err=True)
 
 
 def _score(

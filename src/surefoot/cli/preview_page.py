@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
+from ..data.text.preview import PreviewExample, RenderedExample
 from ..errors import RunError
 from ..storage.files import make_folder, raising, write_aside
 from ..terminal_text import visible
 from ..use.data_check.figures import DatasetFigures, length_bins
 from ..use.data_check.findings import findings_in
-from ..use.data_check.preview import PreviewExample, RenderedExample
 
 STYLE = """
 :root { color-scheme: light dark; --line: #8884; --trained: #1a7f3722; --edge: #1a7f37;

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +12,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import click
 
+from ..checkpoint.layouts.detection import detect_layout
+from ..checkpoint.layouts.reading import (
+    READING,
+    forget_options,
+    state_options,
+    without_none,
+)
 from ..errors import CheckpointError, ModelError, installation
 from ..parallel.sharding import Mesh
 from ..schema import Setting, settings
@@ -44,21 +50,59 @@ _PARSERS: Mapping[Any, Callable[[str], object]] = {Mesh: parse_mesh}
 _METAVARS: Mapping[Any, str] = {Mesh: "AXIS=N[,AXIS=N]"}
 
 
+class ReadingCommand(click.Command):
+    """A command that opens weights, with the options for reading those of other programs. They are
+    of the folders that it names, or else those of ``model.reading``, if it takes overrides."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """These options are the last."""
+        *params, last = super().get_params(ctx)
+        options = [option({kind: each}) for kind, each in reading_settings().values()]
+        return [*params, *options, last]
+
+    def invoke(self, ctx: click.Context) -> object:
+        """State the options, which the command itself does not get."""
+        ctx.call_on_close(forget_options)
+        given = {name: ctx.params.pop(name) for name in reading_settings()}
+        given = {name: value for name, value in given.items() if value is not None}
+        if not given:
+            return super().invoke(ctx)
+        named = [value for value in ctx.params.values() if isinstance(value, str | Path)]
+        folders = [each for each in named if Path(each).is_dir() or _has_options(each)]
+        if "overrides" in ctx.params and not any(map(_has_options, folders)):
+            settings = (f"model.reading.{name}={value}" for name, value in given.items())
+            ctx.params["overrides"] = (*ctx.params["overrides"], *settings)
+        else:
+            state_options(folders, given)
+        return super().invoke(ctx)
+
+
+def reading_settings() -> dict[str, tuple[str, Setting]]:
+    """The options for reading folders by name, each with its layout."""
+    return {
+        n: (layout, each) for layout, cls in READING.items() for n, each in settings(cls).items()
+    }
+
+
+def _has_options(folder: Path | str) -> bool:
+    layout = detect_layout(Path(folder))
+    return layout is not None and layout.name in READING
+
+
 class TargetCommand(click.Command):
     """A command with ``--to`` and the options of every target. These are read from the targets
     when the command is called, so that no other command waits for torch."""
 
     usual: ClassVar[str] = "surefoot is the default with --layout or --mesh"
-    reads_others: ClassVar[bool] = True  # folders of other programs, which have options, too
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """The options of the targets come between its own and the last."""
-        from ..checkpoint.converting.targets import READING, TARGETS
+        from ..checkpoint.converting.targets import TARGETS
 
         command_params = super().get_params(ctx)
         sections: dict[str, type] = dict(TARGETS)
-        if self.reads_others:  # a layout may have the name of a target
-            sections |= {f"{name} (SRC)": cls for name, cls in READING.items()}
+        # a layout may have the name of a target
+        sections |= {f"{name} (SRC)": cls for name, cls in READING.items()}
         fields: dict[str, dict[str, Setting]] = {}
         for target, cls in sections.items():
             for name, setting in settings(cls).items():
@@ -82,12 +126,12 @@ def option(same: Mapping[str, Setting]) -> click.Option:
     """The option for the fields of one name, by target: a switch for a bool, a choice for a
     Literal, a file for a Path."""
     setting = next(iter(same.values()))
-    help_text, hint = setting.doc.replace("`", ""), _without_none(setting.hint)
+    help_text, hint = setting.doc.replace("`", ""), without_none(setting.hint)
     if hint is bool:
         return click.Option([option_name(setting.name)], is_flag=True, default=None, help=help_text)
     if typing.get_origin(hint) is Literal:
         choices = {
-            target: typing.get_args(_without_none(target_setting.hint))
+            target: typing.get_args(without_none(target_setting.hint))
             for target, target_setting in same.items()
         }
         every = dict.fromkeys(name for names in choices.values() for name in names)
@@ -123,15 +167,16 @@ def target_of(kind: str, explicit_options: Mapping[str, Any]) -> Target:
     return TARGETS[kind](**values)
 
 
-def options_of_source_in(kind: str, explicit_options: dict[str, Any]) -> dict[str, object]:
-    """Take from ``explicit_options`` what is an option of SRC, and none of the target ``kind``."""
-    from ..checkpoint.converting.targets import READING, TARGETS
+def state_options_of_source(
+    kind: str, explicit_options: dict[str, Any], *folders: Path | str | None
+) -> None:
+    """Take from ``explicit_options`` what is an option of SRC, and none of the target ``kind``, and
+    state it of ``folders``."""
+    from ..checkpoint.converting.targets import TARGETS
 
-    of_source = {name: each for cls in READING.values() for name, each in settings(cls).items()}
-    taken = explicit_options.keys() & (of_source.keys() - settings(TARGETS[kind]).keys())
-    return {
-        name: _parsed(kind, of_source[name], explicit_options.pop(name)) for name in sorted(taken)
-    }
+    click.get_current_context().call_on_close(forget_options)
+    names = explicit_options.keys() & (reading_settings().keys() - settings(TARGETS[kind]).keys())
+    state_options(folders, {name: explicit_options.pop(name) for name in sorted(names)})
 
 
 @contextmanager
@@ -148,16 +193,9 @@ def naming_packages(to: Target) -> Iterator[None]:
         ) from None
 
 
-def _without_none(hint: Any) -> Any:
-    if typing.get_origin(hint) not in (typing.Union, types.UnionType):
-        return hint
-    (inner,) = [arg for arg in typing.get_args(hint) if arg is not type(None)]
-    return inner
-
-
 def _parsed(kind: str, setting: Setting, value: Any) -> object:
     """What was given for a field, in the field's type. Raises ``CheckpointError``."""
-    hint = _without_none(setting.hint)
+    hint = without_none(setting.hint)
     if typing.get_origin(hint) is Literal and value not in typing.get_args(hint):
         raise click.UsageError(
             f"{option_name(setting.name)} {value} is not written by --to {kind}; expected one of "

@@ -18,6 +18,7 @@ from ..errors import SKIPPED_STEPS, RunError, counted
 from ..parallel.section import launched
 from ..terminal_text import visible
 from .loading import loading, start_ranks
+from .targets import ReadingCommand
 
 if TYPE_CHECKING:
     from ..recipe.recipe import ConvertedFile, Recipe
@@ -25,10 +26,12 @@ if TYPE_CHECKING:
     from ..run.training_run import Outcome
     from ..training.callback import TrainerState
 
-_WRITTEN = ("metrics.jsonl", "loss.png", "all_results.json")  # as far as they exist
+RESULTS = "all_results.json"
+_WRITTEN = ("metrics.jsonl", "loss.png", RESULTS)  # as far as they exist
+_OF_TRAINING = ("epoch", "num_input_tokens_seen", "total_flos")  # in the table beside train_...
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
+@click.command(cls=ReadingCommand, context_settings={"ignore_unknown_options": True})
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1)
 @click.option(
@@ -44,7 +47,8 @@ def train(recipe: str, overrides: tuple[str, ...], trust_pickle: bool) -> None:
 
     RECIPE can also be a YAML or JSON file of LLaMA-Factory, TRL or axolotl, which is converted and
     shown first. LLaMA-Factory's arguments can be OVERRIDES, such as learning_rate=5e-5, or take the
-    place of both: --stage sft --do_train True ...
+    place of both: --stage sft --do_train True ... So can those of MindSpore Transformers'
+    run_mindformer.py: --config FILE --run_mode finetune --load_checkpoint DIR ...
 
     If train.output_dir contains a checkpoint, training resumes from the latest one that passes
     verification. On Ctrl-C, SIGTERM, SIGHUP (the terminal was closed), SIGUSR1, SIGUSR2 or SIGXCPU
@@ -75,7 +79,10 @@ def train(recipe: str, overrides: tuple[str, ...], trust_pickle: bool) -> None:
             importlib.import_module(name)
 
     choose, began = _choice(loaded), process_began()
-    outcome = run(loaded, trust_pickle=trust_pickle, choose=choose, began=began)
+    callbacks = extras.callbacks(loaded) if is_main else ()
+    outcome = run(
+        loaded, callbacks=callbacks, trust_pickle=trust_pickle, choose=choose, began=began
+    )
     if is_main and outcome.state.is_complete:
         extras.finish(loaded, outcome.state)
     if outcome.is_main:
@@ -191,8 +198,26 @@ def _ending(recipe: Recipe, outcome: Outcome) -> Iterator[str]:
     yield f"{place}: {', '.join(name for name in files if (folder / name).exists())}"
     quoted = shlex.quote(place)
     scored = f"predict {quoted} --prompts FILE --output FILE"
+    yield from _tables(folder / RESULTS)
     yield f"next: surefoot {scored if recipe.stage.spec.is_reward else f'chat {quoted}'}"
     yield f"      surefoot export {quoted} NEW_FOLDER"
+
+
+def _tables(path: Path) -> Iterator[str]:
+    """The metrics of training and of the last evaluation, by their names in ``path``."""
+    from ..storage.files import read_json
+
+    results = read_json(path)
+    assert isinstance(results, dict)  # which this run has written
+    for part in ("train", "eval"):
+        names = [name for name in sorted(results) if name.startswith(f"{part}_")]
+        if not names:
+            return
+        yield f"{part} metrics:"
+        for name in (*(_OF_TRAINING if part == "train" else ()), *names):
+            value = results[name]
+            text = f"{value:,.5g}" if isinstance(value, float) else f"{value:,}"
+            yield f"  {name:<28}{text:>12}"
 
 
 def _length(state: TrainerState) -> str:

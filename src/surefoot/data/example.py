@@ -45,13 +45,15 @@ def sources_of(messages: Iterable[Message]) -> list[str | bytes]:
 class Example:
     """One parsed row. ``messages`` end in the response; a ranking row has its two responses apart.
 
-    ``text`` is set instead for a plain text (``stage: pt``).
+    ``text`` is set instead for a plain text (``stage: pt``), ``token_ids`` for a row that has
+    already been encoded.
     """
 
     messages: tuple[Message, ...] = ()
     # functions the model may call: [{"name", "description", "parameters"}]
     tools: tuple[JSON, ...] = ()
     text: str | None = None
+    token_ids: tuple[Sequence[int], Sequence[int]] | None = None  # and the label of each
     chosen: Message | None = None  # ranking: the better answer
     rejected: Message | None = None  # ranking: the worse one
     label: bool | None = None  # kto: whether the last answer is desirable

@@ -403,7 +403,7 @@ def quantization(section: ModelSection) -> BitsAndBytesConfig | None:
     if find_spec("bitsandbytes") is None:
         raise ModelError(
             f"model.quantization_bit: {section.quantization_bit} needs bitsandbytes, which is not "
-            f"installed: `{installation('bitsandbytes')}`"
+            f"installed: {installation('bitsandbytes')}"
         )
     if section.quantization_bit == 8:
         # it would say at every product that it casts what comes in

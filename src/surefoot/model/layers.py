@@ -215,7 +215,7 @@ def use_float8(layers: Sequence[nn.Module], scaling: Scaling, *, emulate: bool) 
     """
     if find_spec("torchao") is None:
         raise ModelError(
-            f"model.float8 needs torchao, which is not installed: `{installation('torchao')}`"
+            f"model.float8 needs torchao, which is not installed: {installation('torchao')}"
         )
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

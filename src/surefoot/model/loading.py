@@ -51,7 +51,7 @@ from .weights import place
 
 logger = logging.getLogger(__name__)
 WEIGHTS = "*.safetensors"
-PLACES = ("", "rank_00000/", "rank_0/", "checkpoint/rank_0/", "iteration_*/")  # ours, MindSpore's
+PLACES = ("", "rank_0*/", "checkpoint/rank_0*/", "iteration_*/")  # ours, MindSpore's
 FILES = ("*.json", WEIGHTS, "*.jinja", "*.model", "*.txt", "*.py", "*recipe.yaml")  # never pickles
 _NOT_NEEDED = ("optimizer*.safetensors", "*/optimizer*.safetensors")  # of checkpoints of Surefoot
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -126,6 +126,11 @@ def fetch(section: ModelSection, *, weights: bool = True, inside: str = "") -> P
 def _refuse_pickles(folder: Path) -> None:
     if any(path for place in PLACES for path in folder.glob(f"{place}{WEIGHTS}")):
         return
+    if old := [path for place in PLACES for path in folder.glob(f"{place}*.ckpt")]:
+        raise ModelError(
+            f"model.path: {old[0]}: neither pickles nor MindSpore's older format are read; convert "
+            "it once, with mindspore.ckpt_to_safetensors or the program that wrote it"
+        )
     pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
     if pickles:
         raise ModelError(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
 from ..schema import FREE
+from ..schema.locations import ModelPath
 
 Recomputation = Literal["none", "selective", "full", "offload"]
 
@@ -28,6 +30,9 @@ class ModelSection:
     """Train from random weights, not from pretrained ones: ``path`` is then a folder (or hub id)
     with a configuration and a tokenizer, or its ``config.json``. transformers initializes them with
     ``train.seed``, and a run writes them into ``train.output_dir`` once, in float32."""
+    reading: Annotated[Mapping[str, ModelPath], FREE] = field(default_factory=dict, hash=False)
+    """How the weights of ``path``, or of ``checkpoint.resume``, are read if they are another
+    program's: its options of ``surefoot ckpt convert``, such as ``source_parallel_config``."""
     revision: str | None = None
     """Branch, tag or commit of a hub model."""
     hub: Literal["huggingface", "modelscope"] = "huggingface"
@@ -53,6 +58,10 @@ class ModelSection:
     new_special_tokens: tuple[str, ...] = ()
     """Tokens to add to the vocabulary. The embeddings are resized; new rows are initialized to
     the mean of the old ones."""
+    eos_token: Annotated[str | None, FREE] = None
+    """The end-of-sequence token of the tokenizer that is saved with the weights. Unset: the model's
+    own. What is trained and where responses end does not depend on it, but programs that ask the
+    tokenizer stop there."""
     gradient_checkpointing: Annotated[Recomputation, BeforeValidator(recomputation), FREE] = "none"
     """What to keep of each layer for the backward pass. ``none`` keeps all activations.
     ``selective`` keeps the results of matrix products and attention, and recomputes the rest.
@@ -71,11 +80,11 @@ class ModelSection:
     float8: Literal["rowwise"] | None = None
     """Compute products of trained linear layers in 8-bit floating point, with a scale for each row.
     Needs a GPU of compute capability 8.9 (a CPU emulates it) and
-    ``pip install 'surefoot[float8]'``.
+    ``pip install -e '.[float8]'`` in the clone of Surefoot.
     """
     quantization_bit: Literal[4, 8] | None = None
     """Store the frozen base in 4 or 8 bits (QLoRA, with ``method: lora``). Needs
-    ``pip install 'surefoot[qlora]'``."""
+    ``pip install -e '.[qlora]'`` in the clone of Surefoot."""
     quantization_type: Literal["nf4", "fp4"] = "nf4"
     """The sixteen values of 4 bits: spaced like a normal distribution (nf4), or floating point
     (fp4)."""

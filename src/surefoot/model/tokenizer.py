@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -59,6 +60,15 @@ def load_tokenizer(
     new = [t for t in dict.fromkeys(new_special_tokens) if t not in tokenizer.added_tokens_encoder]
     tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in new], True)
     return tokenizer
+
+
+def with_eos(tokenizer: PreTrainedTokenizerBase, token: str | None) -> PreTrainedTokenizerBase:
+    """``tokenizer``, or a copy whose end-of-sequence token is ``token``."""
+    if token in (None, tokenizer.eos_token):
+        return tokenizer
+    changed = copy.deepcopy(tokenizer)
+    changed.eos_token = token
+    return changed
 
 
 def _check_class(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from ..checkpoint.layouts.detection import has_manifest
+from ..checkpoint.layouts.opening import has_opener, open_named
 from ..checkpoint.verification import ConcurrentCheck, verify_weights
 from ..errors import (
     DamagedFileError,
@@ -59,6 +60,8 @@ def check_files(base: Path | None, section: ModelSection) -> None:
     base = base or resolve(section)
     with silenced():
         meta_model = init_on_meta(base, section, dtype=training_dtype(section))
+    if meta_model is None and has_opener(base):
+        open_named(base)  # which says what is wrong with its slices
     adapters = [*([] if section.adapter is None else [section.adapter]), *section.frozen_adapters]
     for folder in adapters:
         if has_manifest(folder) and (problems := verify_weights(folder).problems):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from .. import schema
 from ..checkpoint.layouts.detection import is_sequence_classification
+from ..checkpoint.layouts.reading import state_options
+from ..errors import RecipeError
 from ..generate.section import GenerateSection
 from ..parallel.section import ParallelSection
 from ..schema import Problem
@@ -16,7 +18,7 @@ from ..schema.locations import ModelPath
 from ..storage import files
 from .files import RUN_RECIPE, SUFFIXES, read_text
 from .overrides import Overrides, override
-from .recipe import Recipe, bases, importer_of
+from .recipe import Recipe, bases, from_words, importer_of, located
 from .recipe import load as load_recipe
 from .yaml import Document, parse
 
@@ -33,6 +35,9 @@ class PredictModel:
     weights: str | None = None
     """The folder of the weights, of any layout, if ``path`` contains only configuration and
     tokenizer."""
+    reading: Mapping[str, ModelPath] = field(default_factory=dict, hash=False)
+    """How weights of another program are read: its options of ``surefoot ckpt convert``, such as
+    ``source_parallel_config``."""
     adapter: str | None = None
     """An adapter to put on the model of ``path``."""
     base: str | None = None
@@ -41,6 +46,11 @@ class PredictModel:
     """Type of the weights. ``auto``: as stored on a GPU, float32 on a CPU."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off unless you trust its author."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those of ``open_model``; it finds ``reading`` where ``load`` has stated it."""
+        return {name: value for name, value in vars(self).items() if name != "reading"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,24 +73,29 @@ def load(
 
     Args:
         path: a YAML file with the sections of a ``Prediction``, another program's for responses,
-            or any ``PredictModel.path``.
+            or any ``PredictModel.path``; or the first word of another program's command line, of
+            which ``overrides`` are the others.
         overrides: see ``recipe.overrides``.
         generate: the settings of the run that trained the model, which are the defaults.
 
-    Raises ``RecipeError``: with all validation errors.
+    Raises ``RecipeError``: with all validation errors; ``CheckpointError`` for ``model.reading``.
     """
-    document = override(Prediction, _document(path, generate), overrides)
+    document, overrides, _ = read_program(path, overrides)
+    document = override(Prediction, _document(document, path, generate), overrides)
     prediction = schema.read(Prediction, document.data, fail=document.error)
     if problems := list(_problems(prediction)):
         raise document.error(problems)
     base_of = bases(document, Path(path).parent if _is_file(path) else Path())
     names = ("path", "weights", "adapter", "base")
-    locations = {
+    locations: dict[str, Any] = {
         name: ModelPath(location).located(base_of(("model", name)))
         for name in names
         if (location := getattr(prediction.model, name))
     }
-    model: PredictModel = replace(prediction.model, **locations)  # type: ignore[arg-type]
+    locations["reading"] = located(prediction.model.reading, base_of, ("model", "reading"))
+    model: PredictModel = replace(prediction.model, **locations)
+    if model.reading:  # otherwise as the command has stated it
+        state_options((model.weights or model.path, model.base), model.reading)
     return replace(prediction, model=model)
 
 
@@ -120,13 +135,31 @@ def _is_file(path: str) -> bool:
     return Path(path).suffix in SUFFIXES and Path(path).is_file()
 
 
-def _document(path: str, generate: GenerateSection | None) -> Document:
+def read_program(path: str, overrides: Overrides) -> tuple[Document, Overrides, list[str]]:
+    """What the file ``path``, or a command line of another program, says of responses, the
+    overrides, and the prompts in it: texts, or a file. Raises ``RecipeError``."""
+    if path.startswith("--"):
+        read = from_words((path, *overrides))
+        document = None if read is None else read[0].convert_prediction(read[1])
+        if read is None or document is None:
+            raise RecipeError(
+                f"{path}: is no option of `surefoot predict`, nor are these words for responses of "
+                "another program"
+            )
+        return document, read[2], read[0].prompts(read[1])
     document = parse(read_text(Path(path)), path) if _is_file(path) else Document({})
-    if (importer := importer_of(document)) is not None:
-        document = importer.convert_prediction(document) or document
+    importer = importer_of(document)
+    converted = None if importer is None else importer.convert_prediction(document)
+    if importer is None or converted is None:
+        return document, overrides, []
+    return converted, overrides, importer.prompts(document)
+
+
+def _document(document: Document, path: str, generate: GenerateSection | None) -> Document:
     data = document.data
     is_ours = isinstance(data, Mapping) and not any(name in data for name in _OF_TRAINING)
-    if not _is_file(path) or (isinstance(data, Mapping) and not is_ours):
+    is_file = _is_file(path) or path.startswith("--")
+    if not is_file or (isinstance(data, Mapping) and not is_ours):
         by_hand = frozenset({("model", "path")})  # on the command line, not by a file
         document = Document({"model": {"path": path}}, overridden=by_hand)
     if generate is not None and isinstance(document.data, Mapping):

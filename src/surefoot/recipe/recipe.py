@@ -101,6 +101,10 @@ class RunExtras:
     def check(self) -> None:
         """Raise what would fail after the run."""
 
+    def callbacks(self, recipe: Recipe) -> Sequence[object]:
+        """Callbacks of the run on the main rank."""
+        return ()
+
     def finish(self, recipe: Recipe, state: TrainerState) -> None:
         """Called on the main rank when the last step is saved."""
 
@@ -143,9 +147,18 @@ class Importer(ABC):
         Raises ``RecipeError`` as ``convert`` does."""
         return None
 
+    def prompts(self, document: Document) -> list[str]:
+        """The prompts that ``document`` has itself: texts, or one file of them."""
+        return []
+
     def read_words(self, words: Sequence[str]) -> tuple[Document, list[str]] | None:
-        """The document and the overrides of a command line without a file; None if it reads no
-        such lines."""
+        """The document and the overrides of a command line in the program's own words; None if it
+        reads no such lines."""
+        return None
+
+    def convert_object(self, arguments: object) -> ConvertedFile | None:
+        """The recipe of an object of the program's arguments, as a Python program makes it; None if
+        it is none. Raises ``RecipeError`` as ``convert`` does."""
         return None
 
 
@@ -241,6 +254,44 @@ def read(
     Raises ``RecipeError``: with all validation errors.
     """
     return _build(override(Recipe, Document(data), overrides), base)
+
+
+def read_object(arguments: object, overrides: Mapping[str, object]) -> Recipe:
+    """The recipe of another program's object of arguments, ``TrainingArguments`` of transformers
+    for one; what these lack is in ``overrides``. Raises ``RecipeError``."""
+    candidates = (importer.convert_object(arguments) for importer in IMPORTERS.values())
+    converted = next((each for each in candidates if each is not None), None)
+    if converted is None:
+        raise RecipeError(
+            "recipe: expected a Recipe, the path of one, nested mappings, or TrainingArguments, "
+            f"got a {type(arguments).__name__}"
+        )
+    for note in converted.notes:
+        logger.info("%s", note)
+    document = override(Recipe, converted.document, overrides)
+    before, after = (_sections(each) for each in (converted.document, document))
+    missing = [
+        name
+        for (section, key), name in _GIVEN.items()
+        if key in before[section] and after[section].get(key) == before[section][key]
+    ]
+    if missing and not converted.is_complete:
+        names = ", ".join(f"{name}=..." for name in missing)
+        raise RecipeError(f"{converted.title}: name no model and no data; give {names}, too")
+    return _build(document, Path.cwd())
+
+
+# Settings that arguments of other programs lack, and what a program gives in their place.
+_GIVEN = {
+    ("model", "path"): "model",
+    ("data", "datasets"): "train_dataset",
+    ("data", "eval_datasets"): "eval_dataset",
+}
+
+
+def _sections(document: Document) -> Mapping[str, Any]:
+    data: Any = document.data
+    return {name: data.get(name, {}) for name in ("model", "data")}
 
 
 def _names() -> Mapping[str, str]:
@@ -376,7 +427,8 @@ def best_needs_evaluations(recipe: Recipe) -> Iterator[Problem]:
 def the_best_is_known_by_an_evaluation_metric(recipe: Recipe) -> Iterator[Problem]:
     """Metrics of evaluations are called ``eval_...``; other errors show at the first evaluation."""
     name = recipe.train.metric_for_best_model
-    if _evaluates(recipe) and not name.startswith("eval_"):
+    is_of_the_clock = name.endswith(("_runtime", "_per_second"))  # each rank has its own
+    if _evaluates(recipe) and (is_of_the_clock or not name.startswith("eval_")):
         message = f"expected a metric of evaluations such as eval_loss, got {name!r}"
         yield Problem(("train", "metric_for_best_model"), message)
 
@@ -464,17 +516,21 @@ def with_locations(section: Any, base_of: BaseOf, path: Keys = ()) -> Any:
         value, here = getattr(section, name), (*path, name)
         if setting.choices is not None:
             here = (*here, schema.variant_name(setting.choices, value))
-        located = _located(value, base_of, here)
-        if located is not value:
-            changed[name] = located
+        found = located(value, base_of, here)
+        if found is not value:
+            changed[name] = found
     return replace(section, **changed) if changed else section
 
 
-def _located(value: Any, base_of: BaseOf, path: Keys) -> Any:
+def located(value: Any, base_of: BaseOf, path: Keys) -> Any:
+    """``value`` with every location in it found."""
     if isinstance(value, ModelPath | FunctionPath | DatasetReference):
         return value.located(base_of(path))
+    if isinstance(value, Mapping):
+        items = {key: located(item, base_of, (*path, key)) for key, item in value.items()}
+        return value if items == value else items
     if isinstance(value, tuple):  # set as one, with all below
-        return tuple(_located(item, lambda _: base_of(path), path) for item in value)
+        return tuple(located(item, lambda _: base_of(path), path) for item in value)
     return with_locations(value, base_of, path) if schema.is_section(value) else value
 
 
@@ -506,13 +562,19 @@ def lines(section: object, *, docs: bool = False, indent: str = "") -> Iterator[
         yield from lines(value, docs=docs, indent=inner)
 
 
+def from_words(words: Sequence[str]) -> tuple[Importer, Document, list[str]] | None:
+    """Whose ``--key value ...`` these are, the document, and the overrides among them."""
+    lines = ((importer, importer.read_words(words)) for importer in IMPORTERS.values())
+    return next(((importer, *read) for importer, read in lines if read), None)
+
+
 def convert(words: Sequence[str], program: str | None = None) -> ConvertedFile | None:
     """The recipe of another program's ``FILE key=value ...`` or ``--key value ...``; None if the
     words are not another program's. ``program`` says whose file it is, if its content does not.
     Raises ``RecipeError``: it cannot be read or converted."""
     if words[0].startswith("--"):
-        lines = ((importer, importer.read_words(words)) for importer in IMPORTERS.values())
-        return next((importer.convert(*read) for importer, read in lines if read), None)
+        read = from_words(words)
+        return None if read is None else read[0].convert(*read[1:])
     path = Path(words[0])
     if program is None and not (path.suffix in SUFFIXES and path.is_file()):
         return None

@@ -98,11 +98,17 @@ def open_codec(recipe: Recipe, base: Path) -> Codec:
     chat template.
 
     Raises:
-        RecipeError: ``data.cutoff_len`` is more than the model has positions.
+        RecipeError: ``data.cutoff_len`` is more than the model has positions, or
+            ``model.eos_token`` is no token.
         ModelError: the tokenizer is missing or damaged.
         TemplateError: the template is unknown, or needs tokens that the tokenizer does not have.
     """
     tokenizer = open_tokenizer(recipe.model, base)
+    if (eos := recipe.model.eos_token) is not None and eos not in tokenizer.get_vocab():
+        raise RecipeError(
+            f"model.eos_token: {eos!r} is no token of {tokenizer.name_or_path}; name one of its "
+            "tokens, or add it by model.new_special_tokens"
+        )
     uses_template = recipe.stage.uses_template
     try:
         template = section_template(recipe.data, tokenizer) if uses_template else None

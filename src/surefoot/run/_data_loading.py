@@ -13,8 +13,11 @@ from itertools import count
 
 from ..data.order.loader import Loader, for_device
 from ..data.order.micro_batches import Batching, Collation
+from ..data.text.codec import Codec
+from ..data.text.collation import num_trained
+from ..data.text.preview import as_line
 from ..data.training_data import AnyData, open_stream, prepare
-from ..errors import DataError
+from ..errors import DataError, counted
 from ..model.loading import device
 from ..parallel.section import launched
 from ..parallel.world import World
@@ -44,6 +47,19 @@ def open_data(parts: RunParts, world: World) -> tuple[AnyData, AbstractContextMa
     for remark in parts.stage.remarks(data.train):
         logger.warning("%s", remark)
     return data, nullcontext()
+
+
+def log_example(codec: Codec, data: AnyData) -> None:
+    """Log the first training example as the model reads it, unless it is still to be encoded."""
+    if data.whole is None or not len(data.whole):
+        return
+    item = data.whole[0]
+    logger.info(
+        "training example: %s, %d of them trained, in [[ ]]: %s",
+        counted(len(item["input_ids"]), "token"),
+        num_trained(item),
+        as_line(codec, item),
+    )
 
 
 def check_windows(parts: RunParts, num_examples: int | None, world: World) -> None:

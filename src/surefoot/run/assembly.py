@@ -13,12 +13,14 @@ from ..checkpoint.saving.preparation import WriterGroup
 from ..checkpoint.saving.saver import AsyncSaver, SaveListener
 from ..model import products, weights
 from ..model.numerics import keep_freed_memory, seed_everything, use_deterministic_kernels
+from ..model.tokenizer import with_eos
 from ..network.network import Network
 from ..parallel.progress import DATA, TRAINING
 from ..parallel.world import ALONE, World
 from ..recipe.files import RUN_RECIPE
 from ..recipe.recipe import Recipe
-from ..training.callback import Callbacks, Context, PolicyVersion, TrainerControl, TrainerState
+from ..training.arguments import Context
+from ..training.callback import Callbacks, PolicyVersion, TrainerControl, TrainerState
 from ..training.callbacks.launches import NAME as LAUNCHES
 from ..training.callbacks.metric_files import METRICS, TENSORBOARD
 from ..training.control import LogAccumulator, Trigger, standard_callbacks
@@ -42,7 +44,6 @@ from .policy import (
     open_policy,
     settle_packing,
 )
-from .trainer_names import argument_values
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,8 @@ def build(
     parts = RunParts.of(recipe, start, world, stage_parts, is_recorded=trial is None)
     prepare_process(parts, world)
     data, feeder = data_loading.open_data(parts, world)
+    if trial is None and world.is_main:
+        data_loading.log_example(parts.codec, data)
     parts = parts.for_data(data)
     columns = ColumnsAhead.of(parts, data, world)
     if trial is not None:
@@ -118,7 +121,8 @@ def build_saver(
     world, codec, base = policy.world, parts.codec, parts.base
     saved_tokenizer = tokenizer_of(Path(codec.tokenizer.name_or_path))
     files = {RUN_RECIPE: parts.text.encode()}
-    files |= weights.tokenizer_files(codec.tokenizer, saved_tokenizer)
+    tokenizer = with_eos(codec.tokenizer, parts.models.policy.section.eos_token)
+    files |= weights.tokenizer_files(tokenizer, saved_tokenizer)
     files |= {} if codec.media is None else codec.media.processor.files
     files |= policy.weights.small_files(base.at_commit(), base.folder, codec.stop_token_ids)
     section, train, start = parts.saves, parts.train, parts.start
@@ -204,8 +208,8 @@ def build_trainer(
         eval_dataloader=DataView.of(
             {name: each.examples for name, each in columns.evals.items()}, memory.forward_size
         ),
-        shown=argument_values(parts),
-        state=state,
+        shown=parts.arguments,
+        added=state.added,
     )
     saves, is_compiled = parts.saves, parts.models.policy.section.compile
     saving = Trigger(saves.save_steps, saves.save_minutes, saves.save_epoch)

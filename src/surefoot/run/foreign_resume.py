@@ -52,6 +52,10 @@ class ForeignTrainer(ABC):
         """Refuse what shows without a model; by default nothing."""
         return
 
+    def check_weights(self, folder: Path, base: Path) -> None:
+        """Refuse what headers show, before the data is encoded; by default nothing."""
+        return
+
     @abstractmethod
     def load(self, folder: Path, trainer: Trainer, *, base: Path, trust_pickle: bool) -> None:
         """Make ``trainer`` what the other trainer was."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 import xxhash
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoTokenizer,
     PretrainedConfig,
@@ -54,6 +56,7 @@ VARIANTS: Mapping[str, tuple[Extended[type[Any]], type]] = {
     "optim": (OPTIMIZERS, Optimizer),
 }
 TRAIN, EVAL = "train_dataset", "eval_dataset"  # names of the datasets in the recipe of the run
+_NAME = re.compile(r"[\w-][\w.-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +64,7 @@ class Given:
     """Objects; None: what the recipe names."""
 
     train_dataset: Rows | None = None
-    eval_dataset: Rows | None = None
+    eval_dataset: Rows | Mapping[str, Rows] | None = None
     model: nn.Module | PretrainedConfig | None = None
     tokenizer: PreTrainedTokenizerBase | str | Path | None = None
 
@@ -78,7 +81,7 @@ class Given:
         if self.train_dataset is not None:
             settings["data.datasets"] = [TRAIN]
         if self.eval_dataset is not None:
-            settings["data.eval_datasets"] = [EVAL]
+            settings["data.eval_datasets"] = [*by_name(self.eval_dataset)]
         return settings | dict(others)
 
     def stored(self, recipe: Recipe) -> Recipe:
@@ -86,8 +89,11 @@ class Given:
         cannot be."""
         # Into the folder, so that a resume, an evaluation and an adapter find them without the
         # program; other objects are another run.
-        rows = {TRAIN: self.train_dataset, EVAL: self.eval_dataset}
-        datasets = {name: value for name, value in rows.items() if value is not None}
+        datasets = {} if self.eval_dataset is None else by_name(self.eval_dataset)
+        if taken := datasets.keys() & {TRAIN, *map(str, recipe.data.datasets)}:
+            raise DataError(f"eval_dataset: {min(taken)} is a training dataset; give another name")
+        if self.train_dataset is not None:
+            datasets[TRAIN] = self.train_dataset
         if datasets:
             data = with_rows(recipe.data, datasets, recipe.train.folder)
             recipe = replace(recipe, data=data)
@@ -95,6 +101,34 @@ class Given:
             recipe = with_model(recipe, self.model, self.tokenizer)
         return recipe
 
+    def fill(self, trained: nn.Module, recipe: Recipe) -> None:
+        """Give a model object the weights that a copy of it was trained to, in ``recipe``'s run; if
+        it has others by name, shape or place, say that it is not trained."""
+        given = self.model
+        if not isinstance(given, PreTrainedModel):
+            return
+        own, values = given.state_dict(), trained.state_dict()
+        forms = [
+            {name: (x.shape, isinstance(x, DTensor)) for name, x in each.items()}
+            for each in (own, values)
+        ]
+        if forms[0] != forms[1]:
+            logger.warning(
+                "model: the given object is not trained, as the run's has other weights (an "
+                "adapter, new tokens, shards); use the model that comes back, or open %s",
+                recipe.train.folder,
+            )
+            return
+        with torch.no_grad():
+            for name, value in own.items():
+                value.copy_(values[name])
+        files = saved_files(_tokenizer(given, self.tokenizer))
+        _FILLED[_digest(files, given)] = Path(recipe.model.path)
+
+
+# By the digest of an object with the weights of a run, what that run began from: a cell of a
+# notebook that is executed again is the same run.
+_FILLED: dict[str, Path] = {}
 
 # Rows, as a ``datasets.Dataset`` has them, or columns, as a ``pandas.DataFrame`` does.
 Rows: TypeAlias = "Iterable[Mapping[str, object]] | Mapping[str, Sequence[object]]"
@@ -104,6 +138,22 @@ def with_rows(section: DataSection, given: Mapping[str, Rows], folder: Path) -> 
     """``section``, whose datasets named in ``given`` are entries of these rows, written below
     ``folder``. Its other datasets stay. Raises ``DataError`` for rows that no file can contain, or
     of no known form."""
+    target = write_rows(given, folder)
+
+    def entry(reference: DatasetReference) -> DatasetReference:
+        if (name := str(reference)) not in given:
+            return reference
+        return DatasetReference.of({"name": name, "file_name": str(target / f"{name}.jsonl")})
+
+    return replace(
+        section,
+        datasets=tuple(map(entry, section.datasets)),
+        eval_datasets=tuple(map(entry, section.eval_datasets)),
+    )
+
+
+def write_rows(given: Mapping[str, Rows], folder: Path) -> Path:
+    """A folder below ``folder`` with a file of the rows of each name. Raises as ``with_rows``."""
     contents = {name: _text(name, rows) for name, rows in given.items()}
     digest = xxhash.xxh3_128()
     for name, text in contents.items():
@@ -113,17 +163,27 @@ def with_rows(section: DataSection, given: Mapping[str, Rows], folder: Path) -> 
         files.make_folder(target)
         for name, text in contents.items():
             files.write_aside(target / f"{name}.jsonl", text)
+    return target
 
-    def entry(reference: DatasetReference) -> DatasetReference:
-        if (name := str(reference)) not in contents:
-            return reference
-        return DatasetReference.of({"name": name, "file_name": str(target / f"{name}.jsonl")})
 
-    return replace(
-        section,
-        datasets=tuple(map(entry, section.datasets)),
-        eval_datasets=tuple(map(entry, section.eval_datasets)),
-    )
+def by_name(rows: Rows | Mapping[str, Rows]) -> dict[str, Rows]:
+    """Datasets by their names: those of a mapping of datasets, or one. Raises ``DataError``."""
+    if not isinstance(rows, Mapping) or not all(map(_is_dataset, rows.values())):
+        return {EVAL: rows}  # type: ignore[dict-item]
+    for name in rows:
+        if not _NAME.fullmatch(name):
+            raise DataError(
+                f"eval_dataset: {name!r} cannot be the name of a dataset; use letters, digits, _, "
+                "- and ."
+            )
+    return dict(rows)
+
+
+def _is_dataset(value: object) -> bool:
+    """Whether it has rows, and is no column of values."""
+    if _is_column(value):
+        return len(value) > 0 and isinstance(value[0], Mapping)
+    return isinstance(value, Iterable) and not isinstance(value, str | bytes)
 
 
 def _text(name: str, rows: Rows) -> bytes:
@@ -230,7 +290,10 @@ def with_model(
         target = folder / f"base-model-{_digest(files, base)}"
         return _at(recipe, target if target.exists() else _linked(base, files, target))
     name = "configuration" if isinstance(whole, PretrainedConfig) else "base-model"
-    target = folder / f"{name}-{_digest(files, whole)}"
+    digest = _digest(files, whole)
+    target = folder / f"{name}-{digest}"
+    if (first := _FILLED.get(digest)) is not None and first.parent == folder:
+        target = first
     return _at(recipe, target if target.exists() else _saved(whole, files, target))
 
 
@@ -270,6 +333,11 @@ def _checked(
         raise ModelError(f"model: {type(model).__name__} cannot be trained: {advice}")
     if getattr(model.config, "quantization_config", None) is not None:
         raise ModelError("model: it is quantized; give model.path and model.quantization_bit")
+    if not all(parameter.requires_grad for parameter in model.parameters()):
+        logger.warning(
+            "model: requires_grad of the given object is not read: the method of the recipe says "
+            "which weights are trained (method: freeze, say)"
+        )
     return model
 
 

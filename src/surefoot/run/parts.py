@@ -42,6 +42,7 @@ from ..training.precompute import model_of
 from ..training.section import TrainSection
 from ..training.stage import Stage, longest_row
 from ..training.trainer import Trainer
+from ..training.views import Shown
 from ._encoder_worker import EncoderWorker
 from .bases import find_bases
 from .code_files import code_of
@@ -49,6 +50,7 @@ from .folder import lineage_of
 from .foreign_resume import ForeignTrainer, detect_trainer
 from .from_python import AS_IN_THE_RECIPE, StageParts
 from .models import NO_FOLDERS, RunModels, refuse_other_tokens
+from .trainer_names import argument_values
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +104,7 @@ class RunParts:
     base: BaseModel  # the policy's, with its identity
     text: str  # the recipe, as checkpoints contain it
     lineage: str
+    arguments: Mapping[str, Shown]  # the settings under the names of the Hugging Face Trainer
     record: Mapping[str, bytes] = field(default_factory=dict)  # of code and models, for checkpoints
     start: Start | None = None
 
@@ -133,6 +136,8 @@ class RunParts:
             # Truncated weights and tokens without embeddings were once found after hours of
             # encoding.
             world.on_main(partial(parts._refuse, world))
+        elif start.writer is not None:
+            world.on_main(partial(start.writer.check_weights, start.folder, parts.base.folder))
         if is_recorded and world.is_main:
             record |= bases.record()
         return replace(parts, record=record, start=start)
@@ -164,6 +169,7 @@ class RunParts:
             base=base,
             text=dump(written),
             lineage=lineage_of(written),
+            arguments=argument_values(recipe),
         )
 
     def _refuse(self, world: World) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from .. import schema
 from ..checkpoint.disk.commit import named
+from ..checkpoint.layouts.reading import state_options
 from ..errors import CheckpointError
 from ..recipe.files import ADAPTER, CONFIG, read_adapter
 from ..recipe.recipe import Recipe, changes
@@ -20,8 +21,10 @@ from ..storage import files
 
 def resolved(recipe: Recipe) -> Recipe:
     """The recipe with checkpoints in place of the folders of runs, and with the settings of the
-    adapter that it continues. Opens folders. Raises ``RecipeError``."""
+    adapter that it continues. Opens folders. Raises ``RecipeError``, and ``CheckpointError`` for
+    ``model.reading``."""
     recipe = _with_models(recipe)
+    state_options((recipe.model.path, recipe.checkpoint.resume), recipe.model.reading)
     model = recipe.model
     model = replace(
         model,

@@ -4,16 +4,20 @@ that are written for it read them."""
 from __future__ import annotations
 
 from ..errors import RecipeError
-from ..training.callback import MEMBERS
+from ..model.loading import device
+from ..parallel.section import launched
+from ..recipe.recipe import Recipe
+from ..training.arguments import MEMBERS
 from ..training.views import Shown
-from .parts import RunParts
 
 
-def argument_values(parts: RunParts) -> dict[str, Shown]:
-    """The value of each argument, and the setting that it is."""
-    train, optim, saves = parts.train, parts.optim, parts.saves
+def argument_values(recipe: Recipe) -> dict[str, Shown]:
+    """The value of each argument, and the setting that it is. Raises ``RecipeError`` if
+    ``train.extra`` has one of their names."""
+    train, optim, saves = recipe.train, recipe.optim, recipe.checkpoint
     metric = train.metric_for_best_model
-    size, folder = train.fixed_micro_batch_size, str(train.folder)
+    is_fixed, folder = train.micro_batch_size != "auto", str(train.folder)
+    size = train.fixed_micro_batch_size if is_fixed else None
     warmup = optim.warmup_ratio if optim.warmup_steps is None else 0.0
     found: dict[str, tuple[object, str]] = {
         "output_dir": (folder, "train.output_dir"),
@@ -28,7 +32,7 @@ def argument_values(parts: RunParts) -> dict[str, Shown]:
         "train_batch_size": (size, "train.micro_batch_size"),
         "eval_batch_size": (size, "train.micro_batch_size"),
         "gradient_accumulation_steps": (
-            train.gradient_accumulation_steps,
+            train.gradient_accumulation_steps if is_fixed else None,
             "train.global_batch_size",
         ),
         "learning_rate": (optim.learning_rate, "optim.learning_rate"),
@@ -40,7 +44,7 @@ def argument_values(parts: RunParts) -> dict[str, Shown]:
         "bf16": (train.precision == "bf16", "train.precision"),
         "fp16": (train.precision == "fp16", "train.precision"),
         "gradient_checkpointing": (
-            parts.models.policy.section.gradient_checkpointing,
+            recipe.model.gradient_checkpointing,
             "model.gradient_checkpointing",
         ),
         "logging_steps": (train.log_steps or 0, "train.log_steps"),
@@ -55,13 +59,24 @@ def argument_values(parts: RunParts) -> dict[str, Shown]:
         "load_best_model_at_end": (train.load_best_model_at_end, "train.load_best_model_at_end"),
         "report_to": (list(train.report_to), "train.report_to"),
     }
+    rank, world_size, local_rank = launched() or (0, 1, 0)
+    place = {
+        "process_index": rank,
+        "local_process_index": local_rank,
+        "local_rank": local_rank,
+        "world_size": world_size,
+        "device": device(),
+        "should_save": rank == 0,
+        "should_log": rank == 0,
+    }
     for name, value in train.extra.items():
-        if name in found or name in MEMBERS:
+        if name in found or name in place or name in MEMBERS:
             raise RecipeError(
                 f"train.extra.{name}: args.{name} exists already; choose another name"
             )
         found[name] = value, f"train.extra.{name}"
-    return {name: Shown(value, setting) for name, (value, setting) in found.items()}
+    here = {name: Shown(value, None) for name, value in place.items()}
+    return here | {name: Shown(value, setting) for name, (value, setting) in found.items()}
 
 
 def _strategy(steps: int | None, epoch: bool) -> str:

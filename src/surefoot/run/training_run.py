@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import time
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import Signals
+from typing import Any, TypeAlias
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -21,16 +23,17 @@ from ..model.section import ModelSection
 from ..parallel.progress import UPLOADING
 from ..parallel.watchdog import watched
 from ..parallel.world import World, explain_peer_loss, joined
-from ..recipe.recipe import Recipe, load, read
+from ..recipe.recipe import Recipe, load, read, read_object
 from ..recipe.recipe_data import find_base, settled, with_batch_sizes
 from ..storage.files import raising, read_json, write_aside
 from ..storage.memory import allocator_message, is_out_of_memory
-from ..training.callback import Record, TrainerState, made
+from ..training.callback import Record, TrainerCallback, TrainerState, made
 from ..training.callbacks.metric_files import METRICS, restore
-from ..training.evaluation import EVALUATION
+from ..training.evaluation import EVALUATION, speeds
 from ..training.trainer import Trainer
 from ._launch import recorded
 from .assembly import build as build  # noqa: PLC0414 - part of what a run is, from Python
+from .card import write_card
 from .code_files import code_of, try_rewards
 from .folder import (
     SizeChoice,
@@ -46,9 +49,14 @@ from .from_python import AS_IN_THE_RECIPE, Given, Rows, StageParts
 from .new_weights import with_new_weights
 from .parts import Start
 from .resolving import resolved
+from .trainer_names import argument_values
 
 logger = logging.getLogger(__name__)
 RESULTS = "all_results.json"
+AnyRecipe: TypeAlias = "Recipe | str | Path | Mapping[str, object] | object"
+AnyModel: TypeAlias = (
+    "nn.Module | PretrainedConfig | str | Path | Mapping[str, object] | ModelSection | None"
+)
 
 
 @dataclass(frozen=True)
@@ -86,36 +94,41 @@ class Outcome:
         return self.state.best_global_step
 
 
+class LoopFollower(TrainerCallback):
+    """A callback that gets the loop, too."""
+
+    @abstractmethod
+    def follow(self, loop: Trainer) -> None:
+        """The loop is built and, on a resume, its states are restored."""
+
+
 def train(
-    recipe: Recipe | str | Path | Mapping[str, object],
+    recipe: AnyRecipe,
     *,
     callbacks: Sequence[object] = (),
     trust_pickle: bool = False,
     train_dataset: Rows | None = None,
-    eval_dataset: Rows | None = None,
-    model: nn.Module
-    | PretrainedConfig
-    | str
-    | Path
-    | Mapping[str, object]
-    | ModelSection
-    | None = None,
+    eval_dataset: Rows | Mapping[str, Rows] | None = None,
+    model: AnyModel = None,
     tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
     parts: StageParts = AS_IN_THE_RECIPE,
     **overrides: object,
 ) -> Outcome:
-    """Train the recipe, resuming from its output_dir; returns the trained model and its state.
+    """Train the recipe, resuming from its output_dir; returns the trained model and its state. It
+    is what ``train`` of a ``surefoot.Trainer`` does that is made of the same.
 
     Args:
-        recipe: a ``Recipe``, the path of a YAML file, or the same as nested mappings.
+        recipe: a ``Recipe``, the path of a YAML file, the same as nested mappings, or the
+            ``TrainingArguments`` of transformers.
         callbacks: callbacks in addition to those of the recipe.
         trust_pickle: read the pickles in a checkpoint of Hugging Face's Trainer, if
             ``checkpoint.resume`` names one.
         train_dataset: rows in place of ``data.datasets``: a ``datasets.Dataset``, a DataFrame,
             mappings, or one mapping of columns to lists.
-        eval_dataset: rows in place of ``data.eval_datasets``.
-        model: a transformers model, of which a copy is trained; a configuration of one, which gets
-            new weights; a folder or hub id; or the section of that name.
+        eval_dataset: rows in place of ``data.eval_datasets``, or several such by name.
+        model: a transformers model, of which a copy is trained, whose weights it gets at the end if
+            they fit; a configuration of one, which gets new weights; a folder or hub id; or the
+            section of that name.
         tokenizer: in place of the model's own; or its folder or hub id.
         parts: a loss, a collation or metrics in place of the stage's.
         overrides: sections to change, as nested mappings
@@ -126,15 +139,12 @@ def train(
     Raises:
         SurefootError: whatever a user can fix; see ``errors``.
     """
-    if isinstance(model, str | Path):
-        overrides, model = {"model.path": str(model), **overrides}, None
-    if model is not None and not isinstance(model, nn.Module | PretrainedConfig):
-        overrides, model = {"model": model, **overrides}, None
-    objects = Given(
-        train_dataset=train_dataset, eval_dataset=eval_dataset, model=model, tokenizer=tokenizer
-    )
-    loaded = objects.stored(read_recipe(recipe, objects.overrides(overrides)))
-    return run(loaded, callbacks=callbacks, trust_pickle=trust_pickle, parts=parts)
+    rows = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+    loaded, objects = read_given(recipe, model, overrides, tokenizer=tokenizer, **rows)
+    loaded = objects.stored(loaded)
+    outcome = run(loaded, callbacks=callbacks, trust_pickle=trust_pickle, parts=parts)
+    objects.fill(outcome.model, loaded)
+    return outcome
 
 
 def run(
@@ -161,15 +171,21 @@ def run(
         if note is not None:
             logger.info("%s", note)
         code_of(recipe)  # what is missing is an error before anything is loaded
+        argument_values(recipe)  # and so is a name that stands there twice
         world.on_main(lambda: try_rewards(recipe))
-        with world.main_first():  # which may download
-            recipe = with_new_weights(resolved(recipe))
-            recipe = settled(recipe, find_base(recipe, weights=False))
+        recipe = located(recipe, world)
         outcome = _run(recipe, world, callbacks, trust_pickle, parts, choose, command, began)
         # srun --kill-on-bad-exit and torchrun end all ranks when one exits with 143, as after a
         # signal all do: rank 0 may still have to commit, or to upload.
         world.wait()
         return outcome
+
+
+def located(recipe: Recipe, world: World) -> Recipe:
+    """The recipe with the settings that its model has, which may be downloaded for it."""
+    with world.main_first():
+        recipe = with_new_weights(resolved(recipe))
+        return settled(recipe, find_base(recipe, weights=False))
 
 
 def _run(
@@ -203,6 +219,9 @@ def _run(
                 stage_parts=parts,
             )
             launch.follow(trainer)
+            for each in callbacks:
+                if isinstance(each, LoopFollower):
+                    each.follow(trainer)
             tries_heaviest = is_chosen and start is None and device().type == "cuda"
             with ExitStack() as if_it_fails:
                 # It holds the folder open: a disk on which nothing could be written stays busy.
@@ -307,19 +326,32 @@ def _must_be_saved(trainer: Trainer) -> None:
         )
 
 
-def read_recipe(
-    recipe: Recipe | str | Path | Mapping[str, object], overrides: Mapping[str, object]
-) -> Recipe:
+def read_given(
+    recipe: AnyRecipe, model: AnyModel, overrides: Mapping[str, object], **objects: Any
+) -> tuple[Recipe, Given]:
+    """The recipe to run, and the objects that a program gives in place of names in it."""
+    if isinstance(model, str | Path):
+        overrides, model = {"model.path": str(model), **overrides}, None
+    if model is not None and not isinstance(model, nn.Module | PretrainedConfig):
+        overrides, model = {"model": model, **overrides}, None
+    given = Given(model=model, **objects)
+    return read_recipe(recipe, given.overrides(overrides)), given
+
+
+def read_recipe(recipe: AnyRecipe, overrides: Mapping[str, object]) -> Recipe:
     """The recipe to run, from any of its forms."""
     if isinstance(recipe, Recipe):
         return read(recipe, overrides) if overrides else recipe
     if isinstance(recipe, Mapping):
         return read(recipe, overrides)
-    return load(Path(recipe), overrides)
+    if isinstance(recipe, str | Path):
+        return load(Path(recipe), overrides)
+    return read_object(recipe, overrides)
 
 
 def finish(trainer: Trainer) -> None:
-    """Write ``all_results.json``; load the best weights if the recipe says so."""
+    """Write ``all_results.json`` and the model card; load the best weights if the recipe says
+    so."""
     state, section = trainer.state, trainer.section
     is_cut_short = trainer.signal is not None and not state.is_complete
     if is_cut_short or not trainer.world.is_main:
@@ -331,7 +363,7 @@ def finish(trainer: Trainer) -> None:
         "global_step": state.global_step,
         "epoch": state.epoch,
         "train_loss": state.train_loss_total / steps,
-        "train_runtime": state.train_runtime,
+        **speeds("train", state.train_runtime, _counts(trainer)),
         "save_blocking_seconds": trainer.saver.blocking_seconds,
         "num_input_tokens_seen": state.num_input_tokens_seen,
         "total_flos": state.total_flos,
@@ -344,6 +376,26 @@ def finish(trainer: Trainer) -> None:
     text = json.dumps(results, indent=2, sort_keys=True) + "\n"
     with raising(RunError, "results"):
         write_aside(section.folder / RESULTS, text.encode())
+    best = best if section.load_best_model_at_end else None
+    checkpoint = trainer.saver.path_of(state.global_step if best is None else best)
+    if checkpoint.is_dir():
+        write_card(section.folder, checkpoint, inside=checkpoint.name)
+
+
+def _counts(trainer: Trainer) -> dict[str, int]:
+    """What a run has trained on."""
+    state, args = trainer.state, trainer.callbacks.args
+    samples = state.global_step * trainer.section.global_batch_size
+    if args.num_examples is not None and args.steps_per_epoch is not None:
+        # The last window of an epoch may be smaller.
+        windows = round(state.epoch * args.steps_per_epoch)
+        epochs, rest = divmod(windows, args.steps_per_epoch)
+        samples = epochs * args.num_examples + rest * trainer.section.global_batch_size
+    return {
+        "samples": samples,
+        "steps": state.global_step,
+        "tokens": state.num_input_tokens_seen,
+    }
 
 
 def _load_best(trainer: Trainer) -> int | None:

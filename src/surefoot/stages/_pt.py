@@ -50,10 +50,10 @@ class PT(Stage):
 
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
         """Split each text into consecutive pieces; no token is lost."""
-        reasons = [_why_not(example) for example in examples]
-        plain = [_text(each) for each, why in zip(examples, reasons, strict=True) if not why]
+        known = [_why_not(each) or codec.encode_ids(each, in_pieces=True) for each in examples]
+        plain = [_text(each) for each, outcome in zip(examples, known, strict=True) if not outcome]
         encoded = iter(codec.encode_documents(plain))
-        return [why or next(encoded) for why in reasons]
+        return [outcome or next(encoded) for outcome in known]
 
     def loss(self, role: str, outputs: Outputs, batch: Batch) -> Loss:
         """Cross entropy of every token but the first of a piece."""

@@ -78,10 +78,10 @@ class SFT(Stage):
 
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
         """Render conversations with the chat template; the responses are trained."""
-        reasons = [not_to_imitate(example) for example in examples]
-        plain = [example for example, why in zip(examples, reasons, strict=True) if not why]
+        known = [not_to_imitate(example) or codec.encode_ids(example) for example in examples]
+        plain = [example for example, outcome in zip(examples, known, strict=True) if not outcome]
         encoded = iter(codec.encode_chats(plain))
-        return [why or next(encoded) for why in reasons]
+        return [outcome or next(encoded) for outcome in known]
 
     def loss(self, role: str, outputs: Outputs, batch: Batch) -> Loss:
         """Cross entropy of the responses' tokens, or another loss that ``loss_type`` names."""

@@ -2,33 +2,22 @@
 flags of ``TrainerControl``; they never change the loop itself.
 
 Names, events and their arguments are those of the Hugging Face Trainer, so that
-``trainer_state.json`` has the same form; but the first argument of an event, ``args``, is a
-``Context`` with the run's parts.
+``trainer_state.json`` has the same form; the first argument of an event, ``args``, is a ``Context``
+with the run's parts (``arguments``).
 """
 
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
 from signal import Signals
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from ..errors import RecipeError, RunError
 from ..optim.plateau import Reductions
 from ..parallel.progress import CALLBACKS, Progress
-from .section import TrainSection
-from .views import DataView, ScheduleView, Shown
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-    from transformers import PreTrainedTokenizerBase
-
-    from .step import Learner
-
+from .arguments import Context
 
 Record = dict[str, float]
 _OURS = {"is_ours": True}  # fields that the Hugging Face Trainer does not know
@@ -148,7 +137,8 @@ class TrainerState:
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore ``state``, but keep the length of this run and the rank of this process."""
         not_restored = {"max_steps", "num_train_epochs", "train_batch_size"}
-        not_restored |= {"kernels", "fitted", "reductions"}  # as objects that others have, too
+        # These objects are others', too.
+        not_restored |= {"kernels", "fitted", "reductions", "added"}
         # Rank 0 has saved its own.
         not_restored |= {"is_local_process_zero", "is_world_process_zero"}
         for attribute in fields(self):
@@ -159,6 +149,8 @@ class TrainerState:
         for name in ("fitted", "reductions"):
             saved = state.get(name)
             getattr(self, name).load_state_dict(saved if isinstance(saved, Mapping) else {})
+        self.added.clear()
+        self.added.update(added if isinstance(added := state.get("added"), Mapping) else {})
 
     def for_people(
         self, steps: tuple[int | None, int | None, int | None], best: str | None
@@ -197,80 +189,6 @@ class TrainerControl:
 
 _FLAGS = tuple(each.name for each in fields(TrainerControl) if each.name != "stop_signal")
 Metrics = Mapping[str, float]
-
-
-@dataclass
-class Context:
-    """The parts of a run that callbacks may read. The names of the Hugging Face Trainer's arguments
-    are here, too, to be read; a name that is new can be set, and is part of every checkpoint."""
-
-    section: TrainSection
-    model: nn.Module
-    learner: Learner  # of the policy
-    output_dir: Path
-    num_examples: int | None  # None: not known as long as the data is being encoded
-    steps_per_epoch: int | None
-
-    processing_class: PreTrainedTokenizerBase | None = None  # the tokenizer, with the template
-    train_dataloader: DataView | None = None
-    eval_dataloader: DataView | None = None
-    shown: Mapping[str, Shown] = field(default_factory=dict, repr=False)  # the Trainer's names
-    state: TrainerState = field(default_factory=TrainerState, repr=False)
-
-    def __getattr__(self, name: str) -> Any:
-        """An argument of the Trainer, or what was set: only for names that are no member."""
-        members = self.__dict__
-        if name in members.get("shown", ()):
-            return members["shown"][name].value
-        if "state" in members and name in members["state"].added:
-            return members["state"].added[name]
-        raise AttributeError(f"args has no {name!r}; set it as args.{name}")
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name in type(self).__dataclass_fields__ and name not in self.__dict__:
-            object.__setattr__(self, name, value)  # while it is made
-            return
-        if name in self.shown:
-            setting = self.shown[name].setting
-            raise RecipeError(f"args.{name}: it only shows a setting; set {setting} in the recipe")
-        if name in MEMBERS:
-            raise RecipeError(f"args.{name}: it is a part of the run; choose another name")
-        try:
-            is_plain = json.loads(json.dumps(value, allow_nan=False)) == value
-        except (TypeError, ValueError):
-            is_plain = False
-        if not is_plain:
-            raise RecipeError(
-                f"args.{name}: a {type(value).__name__} cannot be part of a checkpoint; set finite "
-                "numbers, text, lists, or mappings of text to these"
-            )
-        self.state.added[name] = value
-
-    def to_dict(self) -> dict[str, object]:
-        """The Trainer's arguments, and what was set."""
-        return self.state.added | {name: each.value for name, each in self.shown.items()}
-
-    def to_json_string(self) -> str:
-        """The same as JSON."""
-        return json.dumps(self.to_dict(), indent=2)
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The current optimizer of the policy."""
-        return self.learner.step.optimizer
-
-    @property
-    def lr_scheduler(self) -> ScheduleView:
-        """The learning rates of the policy."""
-        return ScheduleView(self.optimizer)
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The former name of ``processing_class``."""
-        return self.processing_class
-
-
-MEMBERS = frozenset({*dir(Context), *(each.name for each in fields(Context))})
 
 
 class TrainerCallback:
@@ -359,6 +277,28 @@ class _WithState(Protocol):
     def load_state_dict(self, state: Any) -> None: ...
 
 
+@dataclass(frozen=True)
+class _Exported:
+    """The state of a callback with transformers' ``ExportableState``. What it was made with is that
+    of this launch; the attributes beside it are restored."""
+
+    member: Any
+
+    def state_dict(self) -> dict[str, object]:
+        return dict(self.member.state()["attributes"])
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        for name, value in state.items():
+            setattr(self.member, name, value)
+
+
+def _with_state(member: object) -> _WithState | None:
+    if isinstance(member, _WithState):
+        return member
+    is_exported = all(callable(getattr(member, name, None)) for name in ("state", "from_state"))
+    return _Exported(member) if is_exported else None
+
+
 def made(callback: object) -> object:
     """``callback``, or an object of it if it is a class. Raises ``RecipeError`` if it is none."""
     if isinstance(callback, type):
@@ -376,6 +316,13 @@ def made(callback: object) -> object:
             f"{', '.join(EVENTS)}"
         )
     return callback
+
+
+def chosen(members: Iterable[object], callback: object) -> object | None:
+    """The first of ``members`` that is ``callback``, or of this class; None if there is none."""
+    if isinstance(callback, type):
+        return next((each for each in members if isinstance(each, callback)), None)
+    return next((each for each in members if each is callback), None)
 
 
 @dataclass(frozen=True)
@@ -433,6 +380,13 @@ class Callbacks:
         """Call ``callback``, an object or a class, after the others."""
         self._set_members((*self.members, made(callback)))
 
+    def pop(self, callback: object) -> object | None:
+        """No longer call ``callback``, or the first object of this class; returns it, None if there
+        is none."""
+        member = chosen(self.members, callback)
+        self._set_members(each for each in self.members if each is not member)
+        return member
+
     def _set_members(self, members: Iterable[object]) -> None:
         self._members = tuple(members)
         listeners = {event: [_Listener.of(m, event) for m in self._members] for event in EVENTS}
@@ -461,7 +415,14 @@ class Callbacks:
                 given = {name: getattr(self.args, name) for name in listener.parts}
                 given |= {name: details[name] for name in listener.details}
                 seen = (theirs if listener.is_theirs else None) or state or self.state
+                rates = self.args.lr_scheduler.get_last_lr() if "optimizer" in given else ()
                 returned = listener.method(self.args, seen, self.control, **given)
+                if rates and self.args.lr_scheduler.get_last_lr() != rates:
+                    # Before the first update it would be taken for the peak of the schedule.
+                    raise RunError(
+                        f"callbacks: {listener.method.__qualname__} sets a learning rate of the "
+                        "optimizer; it is a function of the step: set optim.NAME.schedule"
+                    )
                 if returned is not None and returned is not self.control:
                     self._obey(returned, listener.method)
 
@@ -489,11 +450,11 @@ class Callbacks:
     def _stateful(self) -> dict[str, _WithState]:
         by_name: dict[str, _WithState] = {}
         for member in self.members:
-            if isinstance(member, _WithState):
+            if (stateful := _with_state(member)) is not None:
                 name, count = type(member).__name__, 2
                 while name in by_name:
                     name, count = f"{type(member).__name__}-{count}", count + 1
-                by_name[name] = member
+                by_name[name] = stateful
         return by_name
 
     def emit_saved(self, step: int) -> None:

@@ -18,7 +18,8 @@ from rich.console import Console
 from ..errors import STOP_SIGNALS, RecipeError, counted
 from ..parallel.world import World
 from ..schema import variant_name
-from .callback import Callbacks, Context, Metrics, TrainerCallback, TrainerControl, TrainerState
+from .arguments import Context
+from .callback import Callbacks, Metrics, TrainerCallback, TrainerControl, TrainerState
 from .callbacks._progress import Screen, WarmUp
 from .callbacks._slow_ranks import SlowRanks
 from .callbacks.metric_files import METRICS, PLOT, TENSORBOARD, Jsonl, Plot, TensorBoard

@@ -129,6 +129,14 @@ def prefixed(parts: Mapping[str, Mapping[str, float]], prefix: str) -> dict[str,
     return by_dataset | means
 
 
+def speeds(prefix: str, seconds: float, counts: Mapping[str, int]) -> dict[str, float]:
+    """``eval_runtime``, and ``eval_samples_per_second`` and so on of ``counts``, by the names of
+    the Hugging Face Trainer."""
+    rate = 1 / seconds if seconds else 0.0
+    rates = {f"{prefix}_{name}_per_second": count * rate for name, count in counts.items()}
+    return {f"{prefix}_runtime": seconds, **rates}
+
+
 def record_evaluation(
     section: TrainSection, callbacks: Callbacks, metrics: Mapping[str, float]
 ) -> None:

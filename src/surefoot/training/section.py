@@ -109,7 +109,8 @@ class TrainSection:
     resume takes changed ones from then on."""
     report_to: Annotated[tuple[TrackerName, ...], BeforeValidator(_trackers), FREE] = ()
     """Trackers in addition to ``metrics.jsonl``. ``wandb`` needs
-    ``pip install 'surefoot[wandb]'``, and so on; ``none`` is the same as none of them.
+    ``pip install -e '.[wandb]'`` in the clone of Surefoot, and so on; ``none`` is the same as none
+    of them.
     """
     report_offline: Annotated[bool, FREE] = False
     """Trackers write files only, and send nothing."""

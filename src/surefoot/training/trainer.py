@@ -26,7 +26,7 @@ from ..parallel.world import ALONE, World
 from ..storage.files import exists
 from .callback import Callbacks, TrainerControl, TrainerState
 from .control import LogAccumulator, StopSignal
-from .evaluation import Evaluation, EvaluationSet, prefixed, record_evaluation
+from .evaluation import Evaluation, EvaluationSet, prefixed, record_evaluation, speeds
 from .section import TrainSection
 from .stage import POLICY, Stage
 from .step import (
@@ -67,6 +67,7 @@ class _Progress:
     rollbacks: int = 0
     num_zero: int | None = 0  # steps whose gradient is 0; None: one was not
     micro_batch: int = 0  # the index of the one that runs
+    eval_batches: int = 0  # of this evaluation
     is_trying: bool = False  # no event of a trial is emitted
     is_room_checked: bool = False  # for the snapshot of a save
 
@@ -159,9 +160,15 @@ class Trainer:
 
     def predict(self, examples: EvaluationSet) -> dict[str, float]:
         """Metrics over ``examples`` as ``predict_loss``, …; nothing changes. A collective call."""
-        metrics = prefixed({"": self._measure(examples)}, "predict")
+        metrics = self.measure({"": examples}, "predict")
         self.callbacks.emit("on_predict", metrics=metrics)
         return metrics
+
+    def measure(self, sets: Mapping[str, EvaluationSet], prefix: str) -> dict[str, float]:
+        """Metrics over each of ``sets``, by its name, at any time; nothing changes, and no signal
+        breaks it off. A collective call."""
+        with self.world.progress.during(EVALUATING):
+            return prefixed({n: self._measure(x, may_leave=False) for n, x in sets.items()}, prefix)
 
     def _is_done(self) -> bool:
         return (
@@ -315,23 +322,27 @@ class Trainer:
             warn_of_rollback(what, newest, len(skipped))
         return False
 
-    def _measure_all(self) -> dict[str, dict[str, float]]:
-        """The metrics of each evaluation set; some of its rollouts are written."""
-        parts = {}
+    def _measure_all(self) -> dict[str, float]:
+        """The metrics of all evaluation sets; some of their rollouts are written."""
+        parts, started, self._progress.eval_batches = {}, time.monotonic(), 0
         for name, each in self.evals.items():
             parts[name] = self._measure(each)
             self.evaluation.kept.end(name)
         if self.world.is_main:
             self.evaluation.kept.write(self.state.global_step)
-        return parts
+        samples = sum(len(each.examples) for each in self.evals.values())
+        counts = {"samples": samples, "steps": self._progress.eval_batches}
+        return prefixed(parts, "eval") | speeds("eval", time.monotonic() - started, counts)
 
-    def _measure(self, examples: EvaluationSet) -> dict[str, float]:
+    def _measure(self, examples: EvaluationSet, *, may_leave: bool = True) -> dict[str, float]:
         def after() -> None:
             self.world.progress.tick()
+            self._progress.eval_batches += 1
             self.callbacks.emit("on_prediction_step")
-            self._agree()  # several ranks leave at the same batch
-            if self._is_leaving:
-                raise _BrokenOffError
+            if may_leave:
+                self._agree()  # several ranks leave at the same batch
+                if self._is_leaving:
+                    raise _BrokenOffError
 
         random = RandomState()
         drawn = random.state_dict()
@@ -352,9 +363,9 @@ class Trainer:
         if control.should_evaluate and self.evals:
             try:
                 with self.world.progress.during(EVALUATING):
-                    parts = self._measure_all()
+                    metrics = self._measure_all()
                 with self.policy.network.evaluating():  # callbacks generate without dropout
-                    record_evaluation(self.section, self.callbacks, prefixed(parts, "eval"))
+                    record_evaluation(self.section, self.callbacks, metrics)
             except _BrokenOffError:
                 state.pending = ["should_evaluate"]
         control.should_log = control.should_evaluate = False

@@ -18,7 +18,7 @@ class Shown:
     """A value under a name of the Hugging Face Trainer's arguments."""
 
     value: object
-    setting: str  # of the recipe
+    setting: str | None  # of the recipe; None: the place of this rank
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,12 @@ class DataView:
             "read the examples in .dataset"
         )
 
+    def __getattr__(self, name: str) -> object:
+        raise AttributeError(
+            f"callbacks: a dataloader has no {name} here, only dataset, batch_size and len: data "
+            "and train in the recipe say the order and the batches"
+        )
+
 
 @dataclass(frozen=True)
 class ScheduleView:
@@ -59,3 +65,9 @@ class ScheduleView:
     def get_last_lr(self) -> Sequence[float]:
         """One for each group of parameters."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def __getattr__(self, name: str) -> object:
+        raise AttributeError(
+            f"callbacks: lr_scheduler has no {name} here, only get_last_lr(): the rate is a "
+            "function of the step, optim.NAME.schedule in the recipe"
+        )

@@ -11,6 +11,7 @@ from ..checkpoint.converting.targets import read_config
 from ..checkpoint.disk.commit import named, step_of
 from ..checkpoint.layouts.detection import detect_layout, open_weights
 from ..checkpoint.layouts.opening import has_opener, open_named
+from ..checkpoint.layouts.reading import state_options
 from ..checkpoint.looking.listing import stores
 from ..checkpoint.verification import verify
 from ..errors import CheckpointError, ModelError, RecipeError, counted
@@ -167,7 +168,10 @@ def _with_recipe(folder: Path) -> ModelLocation:
     if not path.is_file():
         return ModelLocation(folder, is_adapter)
     try:
-        return ModelLocation(folder, is_adapter, load(path))
+        recipe = load(path)
+        if recipe.model.reading:  # of the base of an adapter
+            state_options((recipe.model.path,), recipe.model.reading)
+        return ModelLocation(folder, is_adapter, recipe)
     except RecipeError as error:
         logger.warning(
             "the recipe beside the weights cannot be read, so its system message and its generate "

@@ -43,7 +43,8 @@ from ..run.assembly import build
 from ..run.new_weights import with_new_weights
 from ..run.policy import COMPUTED_IN
 from ..storage.memory import allocator_message, is_out_of_memory
-from ..training.callback import Context, TrainerCallback, TrainerControl, TrainerState
+from ..training.arguments import Context
+from ..training.callback import TrainerCallback, TrainerControl, TrainerState
 from ..training.trainer import Trainer
 from ..training.windows import num_steps
 from .estimate._batches import heaviest

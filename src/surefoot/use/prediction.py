@@ -59,15 +59,15 @@ def answer_prompts(
     prompts: Sequence[Prompt],
     world: World,
     *,
-    output: Output,
+    output: Output | None = None,
     options: AnswerOptions = DEFAULTS,
     progress: Progress,
 ) -> list[Answer]:
     """The answer to every prompt, in order, in every process of ``world``. ``prediction`` is what
     ``path`` and ``overrides`` say; what they leave open of generation, the model's run says.
-    Answers are stored beside ``output`` as they are made. Raises as ``open_model`` and ``predict``
-    do."""
-    opened = open_model(**asdict(prediction.model), world=world, parallel=prediction.parallel)
+    Answers are stored beside ``output``, if any, as they are made. Raises as ``open_model`` and
+    ``predict`` do."""
+    opened = open_model(**prediction.model.arguments, world=world, parallel=prediction.parallel)
     opened = with_thinking(opened, options.thinks).reading_from(options.media_folder)
     section = load(path, overrides, generate=opened.generate).generate
     with progress("answers", len(prompts)) as advance:
@@ -161,23 +161,34 @@ Rewards = dict[str, float]  # reward, or reward_chosen and reward_rejected
 
 
 def read_responses(path: Path, section: DataSection | None = None) -> list[Example]:
-    """All rows of a file, as a dataset's; each ends in a response, or has two. Rows with the
-    columns of an entry of ``section``, which the model was trained by, are read as that says.
-    Raises ``DataError``: the file is missing, or a row cannot be read, or has no response."""
-    reference = DatasetReference.of(str(path.expanduser().absolute()))
-    entry = Catalog(DataSection(datasets=(reference,))).entry(str(reference))
-    row = next((row for row in entry.source.rows() if not isinstance(row, BrokenRow)), {})
-    if section and (form := form_of(row, Catalog(section).forms())) is not None:
-        entry = replace(entry, format=form, columns=(str(getattr(form, form.main)),))
-    examples = [e for e in read_examples(entry) if isinstance(e, Example)]
+    """All rows of a file, as a dataset's; each ends in a response, or has two. Raises ``DataError``
+    as ``read_rows_of``, or if a row has no response."""
+    examples = read_rows_of(path, section)
     for number, example in enumerate(examples):
-        is_pair = example.chosen is not None and example.rejected is not None
-        if not is_pair and (not example.messages or example.messages[-1].role != "assistant"):
+        if not has_response(example):
             raise DataError(
                 f"{path}: row {number} (the first is 0) has no response; a reward model scores "
                 "conversations that end in one, or pairs of chosen and rejected"
             )
     return examples
+
+
+def has_response(example: Example) -> bool:
+    """Whether it ends in a response, or has two."""
+    is_pair = example.chosen is not None and example.rejected is not None
+    return is_pair or bool(example.messages and example.messages[-1].role == "assistant")
+
+
+def read_rows_of(path: Path, section: DataSection | None = None) -> list[Example]:
+    """All rows of a file, as a dataset's. Rows with the columns of an entry of ``section``, which
+    the model was trained by, are read as that says. Raises ``DataError``: the file is missing, or a
+    row cannot be read."""
+    reference = DatasetReference.of(str(path.expanduser().absolute()))
+    entry = Catalog(DataSection(datasets=(reference,))).entry(str(reference))
+    row = next((row for row in entry.source.rows() if not isinstance(row, BrokenRow)), {})
+    if section and (form := form_of(row, Catalog(section).forms())) is not None:
+        entry = replace(entry, format=form, columns=(str(getattr(form, form.main)),))
+    return [e for e in read_examples(entry) if isinstance(e, Example)]
 
 
 def score_rows(
@@ -199,7 +210,7 @@ def score_rows(
                 f"{example.origin}: the key {taken[0]!r} is used for the reward; give it another "
                 "name"
             )
-    opened = open_model(**asdict(prediction.model), world=world, parallel=prediction.parallel)
+    opened = open_model(**prediction.model.arguments, world=world, parallel=prediction.parallel)
     opened = opened.reading_from(media_folder)
     size = load(path, overrides, generate=opened.generate).generate.batch_size
     count = sum(len(_names(example)) for example in examples)

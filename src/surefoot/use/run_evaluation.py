@@ -18,7 +18,7 @@ from ..checkpoint.disk.commit import named
 from ..data.example import Dropped, Example, Truncated
 from ..data.media.files import seen_in
 from ..data.text.ranking import answered
-from ..errors import CheckpointError, RunError, counted
+from ..errors import CheckpointError, RunError, counted, installation
 from ..generate.generation import Ids, Sample, room
 from ..generate.responses import Decode, decoder, pictures_of
 from ..model.numerics import autocast, choose
@@ -380,8 +380,7 @@ def comparison() -> Compare:
             import_module(package)
     except ImportError as error:
         raise RunError(
-            f"BLEU and ROUGE need the package {error.name}; install it: "
-            "pip install 'surefoot[metrics]'"
+            f"BLEU and ROUGE need {error.name}, which is not installed: {installation('jieba')}"
         ) from None
     return similarity
 

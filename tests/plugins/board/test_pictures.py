@@ -1,10 +1,12 @@
-"""The pictures of ``docs/how-to/board.md``, of the demo's runs: ``PICTURES=docs/img`` writes them.
+"""The pictures of ``docs/how-to/board.md``, of the demo's runs; ``make pictures`` writes them.
 
-``PICTURES=docs/img pytest -m proof tests/plugins/board/test_pictures.py`` takes some minutes.
+Each contains the words of the board that it shows, as text, which a test of the pages compares with
+the words that the board has today.
 """
 
 import contextlib
 import io
+import json
 import os
 import shutil
 import subprocess
@@ -16,6 +18,7 @@ import pytest
 from . import browser
 from .pages import show
 from .serving import SOURCE, Server
+from .words import words
 
 pytestmark = [
     pytest.mark.proof,
@@ -82,13 +85,16 @@ def look(page, server):
 def picture(page, name):
     """A palette PNG that is small enough for the repository."""
     from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
 
     folder = os.environ.get("PICTURES")
     with io.BytesIO() as data:
         page.picture(raw := Path(page.folder) / f"{name}.png")
         image = Image.open(raw).convert("RGB")
         palette = image.quantize(COLORS, dither=Image.Dither.NONE)
-        palette.save(data, "PNG", optimize=True)
+        shown = PngInfo()
+        shown.add_itxt("words", json.dumps(sorted(w for w in words() if w in page.text())))
+        palette.save(data, "PNG", optimize=True, pnginfo=shown)
         found = data.getvalue()
     assert 8_000 < len(found) < MAX_BYTES
     if folder:

@@ -62,7 +62,7 @@ def test_a_missing_package_is_said_with_what_to_install(root, monkeypatch):
     for name in [n for n in sys.modules if n.startswith(ours)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert "pip install 'surefoot[board]'" in commands.refused("board", root)
+    assert "pip install -e '.[board]'" in commands.refused("board", root)
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ from huggingface_hub import constants
 import commands
 import surefoot
 from damage import flip
-from folders import save_model, save_recipe
+from folders import save_recipe
 from hub_server import serving
 from surefoot.checkpoint.verification import verify_checkpoint
 from surefoot.errors import CheckpointError, ModelError
 from surefoot.plugins.cloud.pushing import Destination, push
 from surefoot.storage.remote import OFFLINE, HubError
-from surefoot.use import open_model
+from surefoot.use import export, open_model
 
 # huggingface_hub 2.4 hands files to httpx in a way that httpx deprecates
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -206,11 +206,16 @@ def test_files_that_are_not_part_of_the_model_any_more_are_removed(project, hub,
     assert files(hub)["notes.txt"] == b"somebody's"
 
 
-def test_an_export_without_a_run_is_uploaded_with_a_card(hub, tmp_path):
-    model = save_model(tmp_path / "export")
-    push(model, target(license="mit"))
+def test_an_export_without_a_run_is_uploaded_with_a_card(project, hub, tmp_path):
+    """The short one that the export has left is replaced, and one of somebody's own is not."""
+    export(project / "run", tmp_path / "export")
+    push(tmp_path / "export", target(license="mit"))
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= set(files(hub))
     assert "license: mit" in files(hub)["README.md"].decode()
+    (tmp_path / "export" / "README.md").write_text("mine")
+    hub.repositories.clear()
+    push(tmp_path / "export", target(license="mit"))
+    assert files(hub)["README.md"] == b"mine"
 
 
 def test_without_a_token_the_cure_is_named(project, hub, monkeypatch):

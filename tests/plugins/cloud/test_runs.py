@@ -113,6 +113,7 @@ def test_a_mounted_folder_is_a_store_too(project, whole, tmp_path):
     url = f"file://{tmp_path}/mounted/run"
     train(project, url, tmp_path / "one", checkpoint__keep=1)
     assert sorted(path.name for path in (tmp_path / "mounted/run").iterdir()) == [
+        "README.md",
         "all_results.json",
         "checkpoint-6",
         "launches.jsonl",
@@ -363,5 +364,5 @@ def test_missing_credentials_are_said(project, bucket, tmp_path, monkeypatch):
 
 @pytest.mark.skipif(find_spec("gcsfs") is not None, reason="gcsfs is installed")
 def test_a_missing_package_is_said(project, tmp_path):
-    with pytest.raises(SurefootError, match=r"pip install 'surefoot\[gs\]'"):
+    with pytest.raises(SurefootError, match=r"pip install -e '.\[gs\]'"):
         train(project, "gs://bucket/run", tmp_path)

@@ -160,7 +160,7 @@ def test_a_preempted_job_of_two_ranks_resumes_to_the_same_bits(
 def test_ray_that_is_not_installed_is_named(project, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "surefoot.plugins.launch.on_ray", raising=False)
-    assert "pip install 'surefoot[ray]'" in refused("recipe.yaml", "--on", "ray", "--dry-run")
+    assert "pip install -e '.[ray]'" in refused("recipe.yaml", "--on", "ray", "--dry-run")
 
 
 def page_commands():

@@ -384,6 +384,18 @@ def test_a_folder_of_tokens_is_the_cache_unless_it_is_full_of_theirs(tmp_path):
         translation(tokenized_path=str(tmp_path), dataset=None)
 
 
+def test_the_saved_tokenizer_ends_as_theirs_does():
+    """By their templates' `replace_eos`; what is newer than 0.9.5 has the model's own."""
+    recorded = json.loads((FOLDER / "eos.json").read_text())
+    for token, names in recorded.items():
+        expected = token or None
+        found = {name: recipe(template=name).model.eos_token for name in names}
+        assert found == dict.fromkeys(names, expected) | {
+            name: None for name in names if name == "moss_vl"
+        }
+    assert recipe(template="qwen", stage="pt").model.eos_token is None
+
+
 def test_every_template_is_here_by_its_name():
     from surefoot.data.text.templates import names
 
@@ -395,6 +407,7 @@ def test_every_template_is_here_by_its_name():
     notes = "\n".join(translation(template="moss_vl").notes)
     assert "template: moss_vl is the model's own chat template here" in notes
     assert "(did you mean qwen3?)" in refusal(template="qwenn3")
+    assert "0.9.5 has no template 'baichuan2'" in refusal(template="baichuan2")  # 0.9.4 has
     assert recipe(template="qwen", default_system="x").data.default_system == "x"
     assert recipe(template="youtu_vl").data.default_system == "You are a helpful assistant."
     assert recipe(template="qwen3", tool_format="glm4").data.tool_format == "glm4"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from commands import ok, refused
 from project import assert_same, final_weights, marked, metrics, model_folder, pairs, rows, start
 from project import surefoot as cli
 from surefoot.recipe.recipe import convert
@@ -49,8 +50,7 @@ def test_their_command_is_killed_and_resumed_to_the_same_bits(folder):
     (folder / "recipe.yaml").write_text(emit(convert(words).document.data))
     code, _, err = cli("train", folder / "recipe.yaml", f"train.output_dir={folder}/whole")
     assert code == 0, err
-    is_replaced = not torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    assert ("fp16 is computed in fp32 here" in err) == is_replaced
+    assert ("fp16 is computed in fp32 on a CPU" in err) != torch.cuda.is_available()
 
     process = start("train", *words)
     for line in process.stderr:
@@ -118,3 +118,16 @@ def test_their_example_runs_to_its_end(folder, name):
     for file in weights:
         assert (out / file).read_bytes() == (out / "checkpoint-2" / file).read_bytes()
     assert locate(out).folder == out / "checkpoint-2"
+
+
+def test_preview_and_plan_take_the_words_of_train(folder):
+    """Options of the commands, too; ``--dataset`` is LLaMA-Factory's."""
+    places = {"MODEL": f"{folder}/model", "DATA": f"{folder}/data", "OUT": f"{folder}/no"}
+    words = [places.get(word, word) for word in COMMAND]
+    (dataset,) = json.loads(ok("preview", *words, "-n", "1", "--json"))["datasets"]
+    assert dataset["name"] == "alpaca_zh" and len(dataset["shown"]) == 1
+    plan = json.loads(ok("plan", *words, "--json", "train.max_steps=2", "--num-processes", "1"))
+    assert plan["steps"] == 2
+    assert "did you mean cutoff_len" in refused("preview", *words, "--cutof_len", "2").lower()
+    (folder / "a.yaml").write_text("{}")
+    assert "Did you mean '--json'" in refused("plan", folder / "a.yaml", "--jsno")

@@ -236,4 +236,4 @@ def test_without_ray_the_error_says_what_to_install(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name, raising=False)
     project = Project(tmp_path / "project")
     said = refused("sweep", project.recipe, *WORDS, "--on", "ray")
-    assert "Ray is not installed: pip install 'surefoot[ray]'" in said
+    assert "Ray is not installed: pip install -e '.[ray]'" in said

@@ -163,4 +163,4 @@ def test_without_optuna_the_error_says_what_to_install(project, monkeypatch):
     for name in [name for name in sys.modules if name.startswith("surefoot.plugins.sweep.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "optuna", None)
-    assert "pip install 'surefoot[sweep]'" in refused("sweep", project.recipe, RATES)
+    assert "pip install -e '.[sweep]'" in refused("sweep", project.recipe, RATES)

@@ -2,20 +2,27 @@
 
 import json
 import os
+import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
 from safetensors import safe_open
-from theirs import HALF, recipe_in, their_trainer
+from theirs import HALF, furthest, policy_of, recipe_in, their_trainer, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
+from transformers.training_args import ParallelMode
 
 import tiny
+from surefoot.checkpoint.disk.manifest import dump, parse
 from surefoot.checkpoint.layouts.opening import open_folder
+from surefoot.checkpoint.state.states import RandomState
 from surefoot.errors import CheckpointError, ModelError
+from surefoot.model.numerics import seed_everything
 from surefoot.plugins.trainers.from_trainer import load_trainer_checkpoint
 from surefoot.plugins.trainers.to_trainer import save_trainer_checkpoint
 from surefoot.run.training_run import build
@@ -30,11 +37,12 @@ def convert(both, folder, **changes):
 
 def test_it_holds_what_the_trainer_writes_and_no_more_pickles_than_it_needs(both, tmp_path):
     found = {p.name for p in convert(both, tmp_path / "out").iterdir()}
-    needless = {"training_args.bin", "README.md", "rng_state.pth"}
+    needless = {"training_args.bin", "README.md"}
     assert {p.name for p in both.theirs.iterdir()} - needless <= found
     assert {name for name in found if name.endswith((".pt", ".pth", ".bin"))} == {
         "optimizer.pt",
         "scheduler.pt",
+        "rng_state.pth",
     }
     assert "manifest.json" not in found, "it is no checkpoint of ours"
     assert not list(tmp_path.glob(".*")), "nothing is left aside"
@@ -95,6 +103,57 @@ def test_a_rate_that_follows_evaluations_goes_over_and_comes_back(tmp_path):
     again.fit()
     history = again.state.log_history
     assert used == {r["step"]: r["learning_rate"] for r in history if "learning_rate" in r}
+
+
+def test_the_trainer_draws_the_dropout_that_the_run_would_have_drawn(tmp_path):
+    """One example a step: rows of several are padded there, so the masks have other shapes."""
+    recipe = recipe_in(
+        tmp_path,
+        method={"lora": {"rank": 4, "dropout": 0.5}},
+        train={"global_batch_size": 1, "micro_batch_size": 1, "max_steps": 5},
+        checkpoint={"save_steps": 1},
+    )
+    ours = build(recipe)
+    ours.policy.module.save_pretrained(tmp_path / "start")
+    ours.fit()
+    folder, base = recipe.train.output_dir / "checkpoint-4", Path(recipe.model.path)
+    save_trainer_checkpoint(folder, tmp_path / "out", run=recipe, base=base)
+
+    def resumed(name):
+        model = policy_of(recipe, tmp_path / "start")
+        theirs = their_trainer(recipe, tmp_path / name, model=model)
+        theirs.train(resume_from_checkpoint=str(tmp_path / "out"))
+        return furthest(weights_of(theirs.model), weights_of(ours.policy.module))
+
+    assert resumed("same") < 1e-6
+    (tmp_path / "out" / "rng_state.pth").unlink()
+    assert resumed("other") > 1e-4
+
+
+def test_each_rank_of_the_run_has_its_generators(full, tmp_path):
+    """The Trainer sets them by its own reader; a rank alone and rank 0 of several draw the same."""
+    ours = shutil.copytree(full.ours, tmp_path / full.ours.name)
+    manifest = parse((ours / "manifest.json").read_bytes(), "")
+    manifest = replace(manifest, world_size=4, mesh={"dp_replicate": 1, "dp_shard": 2, "tp": 2})
+    (ours / "manifest.json").write_bytes(dump(manifest))
+    folder = convert(replace(full, ours=ours), tmp_path / "out")
+    assert {p.name for p in folder.glob("rng_*")} == {
+        "rng_state.pth",
+        "rng_state_0.pth",
+        "rng_state_1.pth",
+    }
+    theirs, before = their_trainer(full.recipe, tmp_path / "theirs"), RandomState()
+    saved, drawn = before.state_dict(), []
+    for count, rank in ((1, 0), (2, 0), (2, 1)):
+        theirs.args = SimpleNamespace(
+            world_size=count, process_index=rank, parallel_mode=ParallelMode.DISTRIBUTED
+        )
+        theirs._load_rng_state(str(folder))
+        drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+        seed_everything(full.recipe.train.seed, HALF, 0, rank)
+        assert drawn[-1] == (random.random(), float(np.random.rand()), float(torch.rand(())))
+    before.load_state_dict(saved)
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_the_best_checkpoint_is_named_to_the_trainer(tmp_path):

@@ -82,7 +82,7 @@ def test_what_is_no_callback_is_refused_before_the_run(callback, says, tmp_path)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_metric_that_is_not_finite_can_stop_a_run(tmp_path):
+def test_a_callback_of_the_base_class_of_transformers_can_stop_a_run(tmp_path):
     class Stops(transformers.TrainerCallback):
         def on_log(self, args, state, control, logs=None, **kwargs):
             if math.isfinite(logs["loss"]):
@@ -169,5 +169,49 @@ def test_free_values_of_a_recipe_reach_callbacks_and_may_change_on_a_resume(tmp_
     changed = {"extra": {**extra, "team": "blue"}, "max_steps": 5}
     assert surefoot.train(recipe, callbacks=[Sees], train=changed).global_step == 5
     assert seen == [("red", [1, 2]), ("blue", [1, 2])]
-    with pytest.raises(RecipeError, match=r"train\.extra\.learning_rate: .*choose another name"):
-        surefoot.train(recipe, train={"extra": {"learning_rate": 1.0}, "max_steps": 6})
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "world_size", "model"])
+def test_a_free_value_with_a_name_of_args_is_refused_before_anything_is_loaded(name, tmp_path):
+    recipe = save_recipe(tmp_path, model={"path": "nowhere"}, train={"extra": {name: 1.0}})
+    with pytest.raises(RecipeError, match=rf"train\.extra\.{name}: .*choose another name"):
+        surefoot.train(recipe)
+
+
+def test_early_stopping_of_transformers_goes_on_counting_after_a_resume(tmp_path):
+    """A patience of two, of which one is used when the run is interrupted."""
+
+    def stops():
+        return transformers.EarlyStoppingCallback(early_stopping_patience=2)
+
+    settings = {"eval_steps": 1, "max_steps": 6, "load_best_model_at_end": True}
+    worse = {"optim": {"adamw": {"learning_rate": 1e-30}}}  # no evaluation is better than the first
+    recipe = save_recipe(tmp_path, train=settings, checkpoint={"save_steps": 1}, **worse)
+    two = {"train.output_dir": str(tmp_path / "two")}
+    surefoot.train(recipe, callbacks=[stops()], **two, **{"train.max_steps": 2})
+    again = stops()
+    assert surefoot.train(recipe, callbacks=[again], **two).global_step == 3
+    assert again.early_stopping_patience_counter == 2
+    assert surefoot.train(recipe, callbacks=[stops()]).global_step == 3
+
+
+def test_args_say_where_a_callback_runs(tmp_path):
+    class Sees(TrainerCallback):
+        def on_init_end(self, args, state, control):
+            self.place = args.process_index, args.local_rank, args.world_size, args.should_save
+            assert args.device == next(args.model.parameters()).device
+            with pytest.raises(RecipeError, match="part of the run"):
+                args.device = "cpu"
+
+    sees = Sees()
+    surefoot.train(save_recipe(tmp_path), callbacks=[sees])
+    assert sees.place == (0, 0, 1, True)
+
+
+def test_a_callback_that_is_popped_is_not_called_again(tmp_path):
+    seen, other = small.Seen(), small.Seen()
+    trainer = small.trainer(tmp_path, seen, other)
+    assert trainer.callbacks.pop(small.Seen) is seen
+    assert trainer.callbacks.pop(small.Seen()) is None
+    trainer.fit()
+    assert (seen.events, bool(other.events)) == ([], True)

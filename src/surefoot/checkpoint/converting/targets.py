@@ -60,8 +60,6 @@ class Hints:
 
     base: str | None = None
     trust_pickle: bool = False
-    reading: Mapping[str, object] = field(default_factory=dict)
-    """The options of the folder's layout, by name."""
 
 
 class Origin(Protocol):
@@ -74,10 +72,6 @@ class Origin(Protocol):
     @property
     def base(self) -> Path | None:
         """The folder of the base that the user named."""
-
-    @property
-    def reading(self) -> Mapping[str, object]:
-        """The options of its layout that the user named."""
 
     def adapter_base(self) -> Path | None:
         """The folder of an adapter's base; None for a full model."""
@@ -279,7 +273,7 @@ class SurefootCheckpoint(ModelTarget):
         notes, folder = {"layout": layout, "mesh": mesh.axes}, origin.folder
         of_folder = detect_layout(folder)
         if named(folder) or (of_folder is not None and of_folder.has_manifest):
-            hints = {"base": self.base, **origin.reading, "trust_pickle": self.trust_pickle}
+            hints = {"base": self.base, "trust_pickle": self.trust_pickle}
             if useless := [name for name, value in hints.items() if value]:
                 raise OptionError(
                     f"--{useless[0].replace('_', '-')} cannot be used with a Surefoot checkpoint, "
@@ -453,6 +447,3 @@ TARGETS: Extended[type[Target]] = Extended(
         "dcp": DCPFolder,
     },
 )
-
-READING: Mapping[str, type] = Extended("reading", {})
-"""Options for reading a folder, by its layout: a dataclass each."""

@@ -27,15 +27,11 @@ from .detection import (
 )
 from .layout import has_model
 
-Options = Mapping[str, object]  # of a layout's ``reading``
-
 
 class Opener(Protocol):
     """Opens a folder of a layout with names of its own."""
 
-    def __call__(
-        self, folder: Path, base: Path | None, options: Options | None, *, is_checked: bool
-    ) -> TensorSource:
+    def __call__(self, folder: Path, base: Path | None, *, is_checked: bool) -> TensorSource:
         """As ``open_named``."""
 
 
@@ -62,17 +58,13 @@ def open_any(folder: Path, *, trust_pickle: bool = False) -> TensorSource:
 
 
 def open_named(
-    path: Path | str,
-    model: Path | None = None,
-    *,
-    is_checked: bool = False,
-    options: Options | None = None,
+    path: Path | str, model: Path | None = None, *, is_checked: bool = False
 ) -> TensorSource:
     """The same under Hugging Face's names. ``model``: their model's folder, if not around them;
-    ``is_checked`` as in ``FolderSource``; ``options`` of its layout for reading it."""
+    ``is_checked`` as in ``FolderSource``."""
     if has_opener(Path(path)):
         opener = _OPENERS[expect_layout(Path(path)).name]
-        return opener(Path(path), model, options, is_checked=is_checked)
+        return opener(Path(path), model, is_checked=is_checked)
     source = FolderSource(open_weights(Path(path)), is_checked)
     if is_sequence_classification(Path(path)):
         return as_language_model(source, Path(path))
@@ -80,7 +72,7 @@ def open_named(
 
 
 def has_opener(folder: Path) -> bool:
-    """Whether the layout of ``folder`` has names of its own, and options for reading them."""
+    """Whether the layout of ``folder`` has names of its own."""
     layout = detect_layout(folder)
     return layout is not None and layout.name in _OPENERS
 

@@ -36,6 +36,7 @@ from ..table import (
     table,
     time,
 )
+from ..targets import ReadingCommand
 
 if TYPE_CHECKING:
     from ...checkpoint.looking.diff import Norms
@@ -47,7 +48,7 @@ _OPTIONAL = ("parent", "kind", "layout", "step", "on disk")  # goes where there 
 _SHARED = 0.99  # below this share of a checkpoint's size, it shares files with older ones
 
 
-@click.command()
+@click.command(cls=ReadingCommand)
 @click.argument("folder", metavar="RUN", type=PLACE)
 @click.option("--verify", is_flag=True, help="Verify every byte of each checkpoint.")
 @JSON
@@ -140,7 +141,7 @@ def _line_state(line: CheckpointLine, newest: CheckpointLine | None) -> Text:
 AllNorms = Mapping[str, "Norms"]  # by a tensor's full name
 
 
-@click.command()
+@click.command(cls=ReadingCommand)
 @click.argument("checkpoint", metavar="CHECKPOINT", type=PLACE)
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @click.option(

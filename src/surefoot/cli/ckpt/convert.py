@@ -10,7 +10,7 @@ import click
 from ...errors import counted
 from ...storage.remote import Address
 from ..table import JSON, PLACE, local, print_json, reading
-from ..targets import TargetCommand, naming_packages, options_of_source_in, target_of
+from ..targets import TargetCommand, naming_packages, state_options_of_source, target_of
 
 if TYPE_CHECKING:
     from ...checkpoint.converting.targets import Done
@@ -34,10 +34,11 @@ def convert(
     explicit_options = {name: value for name, value in options.items() if value}
     kind = kind or _usual(explicit_options)
     try:
-        options_of_source = options_of_source_in(kind, explicit_options)
+        folder = local(checkpoint)
+        state_options_of_source(kind, explicit_options, folder)
         to = target_of(kind, explicit_options)
         with reading("converting", None) as advance, naming_packages(to):
-            done = write(local(checkpoint), target, to, advance, options_of_source)
+            done = write(folder, target, to, advance)
     except OptionError as error:
         raise click.UsageError(str(error)) from None
     _report(target, kind, done, as_json=as_json)

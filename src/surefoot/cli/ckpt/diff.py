@@ -35,6 +35,7 @@ from ..table import (
     reading,
     table,
 )
+from ..targets import ReadingCommand
 
 if TYPE_CHECKING:
     from ...checkpoint.looking.diff import Comparison, TensorChange, TensorDifference
@@ -43,7 +44,7 @@ _LARGEST = 5  # tensors of each role, and values of each part, in the summary
 _WIDTH = 60  # characters of a value
 
 
-@click.command()
+@click.command(cls=ReadingCommand)
 @click.argument("a", type=PLACE)
 @click.argument("b", type=PLACE)
 @click.option(

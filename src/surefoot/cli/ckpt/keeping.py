@@ -31,6 +31,7 @@ from ..table import (
     table,
 )
 from ..table import time as local_time
+from ..targets import ReadingCommand
 
 
 @click.command()
@@ -128,7 +129,7 @@ def _count(number: int) -> str:
     return f"{number:,} checkpoint{'s' if number != 1 else ''}"
 
 
-@click.command("verify")
+@click.command("verify", cls=ReadingCommand)
 @click.argument("checkpoint", metavar="CHECKPOINT", type=PLACE)
 @click.option(
     "--full/--quick",

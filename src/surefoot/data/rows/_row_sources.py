@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 import xxhash
 
 from ...errors import DataError, counted
+from ...extensions import Extended
 from ...schema.locations import matches
 from ...storage import files
 from ...storage.files import read_json
@@ -29,9 +31,19 @@ SPLIT = re.compile(
 # Files beside those with rows, in a folder that was downloaded from a hub.
 COMPANIONS = re.compile(r"readme(\.\w+)?|licen[sc]e(\.\w+)?|dataset_infos?\.json", re.IGNORECASE)
 PACKED = {".gz": "gunzip", ".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd", ".zip": "unzip"}
+OTHER_FILES: Mapping[str, Callable[[Path], Iterator[Row]]] = Extended("row_files", {})
 SAVED, SPLITS = "state.json", "dataset_dict.json"  # of Dataset and DatasetDict.save_to_disk
 SHOWN = 3  # broken rows that are shown
 CHUNK = 1 << 22  # bytes that are hashed at a time
+
+
+def refuse_other(path: Path) -> None:
+    """Raise ``DataError`` if it is a file of another program that can be converted."""
+    if path.suffix.lower() in OTHER_FILES:
+        convert = shlex.join(["surefoot", "data", "convert", str(path), f"{path.stem}.jsonl"])
+        raise DataError(
+            f"{path}: is not read by training; convert it once, and name that: {convert}"
+        )
 
 
 def first_broken(broken: Sequence[BrokenRow]) -> Iterator[str]:
@@ -140,6 +152,7 @@ def find_files(path: Path, split: str | None = None, text_unit: TextUnit = "file
         kind_names = ", ".join(kind[1:] for kind in READERS)
         if (unpack := PACKED.get(paths[0].suffix.lower())) is not None:
             raise DataError(f"{paths[0]}: is compressed; unpack it first: {unpack} {paths[0].name}")
+        refuse_other(paths[0])
         raise DataError(f"{paths[0]}: expected a file of one of the kinds {kind_names}")
     if kinds == {".txt"} and text_unit == "file":
         remarks += ("each file is one document (data.text_unit: line or paragraph divides it)",)

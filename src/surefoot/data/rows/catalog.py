@@ -19,9 +19,9 @@ from ...storage import files
 from ...storage.remote import is_address
 from ..example import JSON, BrokenRow, Example
 from ..section import DataSection
-from ._row_sources import PACKED
+from ._row_sources import OTHER_FILES, PACKED, refuse_other
 from .formats import Format
-from .formats.fields import nearest
+from .formats.fields import Row, nearest
 from .registry import FILE, HUBS, DatasetEntry, read_entry, read_form, read_registry
 from .rows import read_examples
 
@@ -108,6 +108,7 @@ class Catalog:
 
     def _unknown(self, source: str) -> DataError:
         folder = self._section.dataset_dir
+        refuse_other(Path(source))
         suffixes = [suffix.lower() for suffix in Path(source).suffixes]
         if suffixes[-1:] and suffixes[-1] in PACKED and {*suffixes} & {*DATA_FILES}:
             unpack = PACKED[suffixes[-1]]
@@ -140,6 +141,13 @@ class Catalog:
         listed = ", ".join(list(self._registry)[:10]) + more
         hint = nearest(source, self._registry) or f" (it has {listed})"
         return DataError(f"dataset {source!r} is not in {self._path}{hint}")
+
+
+def other_rows(path: Path) -> Iterator[Row]:
+    """The rows of a file of another program. Raises ``DataError``: it is of no known kind."""
+    if path.suffix.lower() not in OTHER_FILES:
+        raise DataError(f"{path}: expected one of {', '.join(OTHER_FILES)}")
+    return OTHER_FILES[path.suffix.lower()](path)
 
 
 def training_examples(section: DataSection) -> Iterator[Example]:

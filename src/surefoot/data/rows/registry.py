@@ -20,6 +20,7 @@ from ._remote_rows import Hub, HubName, remote_files
 from ._row_sources import RowSource, find_files
 from .formats import FORMATS, Format
 from .formats._alpaca import Alpaca
+from .formats._token_ids import TokenIds
 from .formats._trl import TRL
 from .formats._turns import OpenAI, ShareGPT
 from .formats.fields import Row, nearest, shown, structure
@@ -51,7 +52,7 @@ PROMPTS = ("instruction", "prompt", "question")
 MARKS = ("label", "kto_tag")
 FORMS = (  # the usual columns of each form, for errors
     *("messages", "conversations", "instruction, output", "prompt, completion"),
-    *("prompt, completion, label", "prompt, chosen, rejected", "text"),
+    *("prompt, completion, label", "prompt, chosen, rejected", "text", "input_ids"),
 )
 
 
@@ -245,7 +246,7 @@ def _format(columns: Row) -> Format | None:
     for name in ("messages", "conversations"):
         if name in row:
             return _conversations(row, name)
-    return _single(row, columns)
+    return _single(row, columns) or (TokenIds() if TokenIds.main in row else None)
 
 
 def _ranking(row: Row) -> Format:

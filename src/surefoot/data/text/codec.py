@@ -59,7 +59,13 @@ UNCLEAR = Dropped(
     "<think> if a thought ends there, or write `</think>` in backticks if it is text"
 )
 NO_TEXT = Dropped("empty text")
+ONLY_IDS = Dropped("token ids, which do not say what is the prompt")
 CUT_THROUGH = Dropped("data.cutoff_len would cut through a picture")
+
+
+def _has_label(labels: Sequence[int]) -> bool:
+    """Whether one is trained on; nothing stands before the first."""
+    return any(label != IGNORE_INDEX for label in labels[1:])
 
 
 class NextTurn(NamedTuple):
@@ -201,14 +207,37 @@ class Codec:
             for text, tokens in zip(texts, encoded, strict=True)
         ]
 
-    def _pieces(self, ids: list[int]) -> Iterator[Features]:
+    def encode_ids(self, example: Example, *, in_pieces: bool = False) -> Encoded | None:
+        """A row of token ids: truncated to ``cutoff_len``, or ``in_pieces`` of it; None for another
+        row. Raises ``DataError``: an id is not in the vocabulary."""
+        if example.token_ids is None:
+            return None
+        ids, labels = map(list, example.token_ids)
+        if odd := [token for token in ids if not 0 <= token < len(self.tokenizer)]:
+            raise DataError(
+                f"{example.origin}: the token id {odd[0]} is not in the vocabulary of "
+                f"{self.tokenizer.name_or_path}, which has {len(self.tokenizer):,} tokens; use the "
+                "tokenizer that made the ids"
+            )
+        longest = self.section.longest
+        loses_labels = not in_pieces and _has_label(labels[longest - 1 :])
+        if loses_labels and self.section.on_too_long == "drop":
+            return TOO_LONG
+        whole: Features = {"input_ids": ids[:longest], "labels": labels[:longest]}
+        pieces = self._pieces(ids, labels) if in_pieces else [whole]
+        if items := [piece for piece in pieces if _has_label(piece["labels"])]:
+            return Truncated(items) if loses_labels else items
+        return NO_ROOM if loses_labels else NOTHING
+
+    def _pieces(self, ids: list[int], labels: list[int] | None = None) -> Iterator[Features]:
         """Pieces of at most ``cutoff_len``; none has only one token, which could not be trained."""
+        labels = ids if labels is None else labels
         length = self.section.longest
         bounds = [*range(0, len(ids), length), len(ids)]
         if len(bounds) > 2 and bounds[-1] - bounds[-2] == 1:
             bounds[-2] -= 1
         for start, end in pairwise(bounds):
-            yield {"input_ids": ids[start:end], "labels": ids[start:end]}
+            yield {"input_ids": ids[start:end], "labels": labels[start:end]}
 
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[JSON] = ()) -> list[int]:
         """Ids up to the beginning of the next response, as ``apply_chat_template`` gives them.
@@ -239,6 +268,9 @@ class Codec:
         encoded: list[Encoded] = []
         for example in examples:
             messages = list(example.messages)
+            if example.token_ids is not None:
+                encoded.append(ONLY_IDS)
+                continue
             if messages and messages[-1].role == "assistant":
                 messages.pop()
             if self.media is None:

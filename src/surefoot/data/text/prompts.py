@@ -1,5 +1,5 @@
-"""A file of prompts: one per line of a text file, or one per row of a file of rows, among them
-every row that training reads.
+"""Prompts: a text; or a file with one per line, or one per row of a file of rows, among them every
+row that training reads.
 """
 
 from __future__ import annotations
@@ -66,6 +66,17 @@ def read_prompts(path: Path, section: DataSection | None = None) -> list[Prompt]
     if not prompts:
         raise DataError(f"{path}: contains no prompt; expected one per line")
     return prompts
+
+
+def prompt_of(text: str, origin: str) -> Prompt:
+    """A text of the command line. Raises ``DataError``: it is blank, or no text."""
+    if not text.strip():
+        raise DataError(f"{origin}: the prompt is empty")
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a byte of the command line that the locale does not know
+        raise DataError(f"{origin}: is not UTF-8 text") from None
+    return Prompt(origin, (Message("user", text),), row={"prompt": text})
 
 
 def _prompts(path: Path, forms: Forms) -> Iterator[Prompt]:

@@ -25,7 +25,7 @@ from rich.text import Text
 
 from ...checkpoint.disk.commit import committed, step_of
 from ...cli.table import JSON, cell, console, fitted, number, print_json
-from ...errors import RunError, SurefootError, counted
+from ...errors import RunError, SurefootError, counted, installation
 from ...run.goodput import PARTS, ledger_of
 from ...storage.remote import Address, default_cache, is_address
 from ...terminal_text import duration, one_line
@@ -98,7 +98,8 @@ def board(
         if (error.name or "").partition(".")[0] not in ("fastapi", "uvicorn", "starlette"):
             raise
         raise RunError(
-            f"the board needs {error.name}, which is not installed: pip install 'surefoot[board]'"
+            f"the board needs {error.name}, which is not installed: "
+            f"{installation('fastapi', 'board')}"
         ) from None
     hosts = web.hosts_of(host, host_names)
     token = secrets.token_urlsafe(24) if hosts.is_open else None

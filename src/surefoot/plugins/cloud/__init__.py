@@ -7,5 +7,5 @@ and ``store`` has every call of fsspec.
 
 Models and datasets come from hubs through ``hubs``. ``surefoot push`` (``command``) and a run
 that uploads itself (``publisher``) both go through ``pushing``: ``contents`` says which files,
-without secrets, ``card`` describes them, and the difference to the repository is one commit.
+without secrets, ``run.card`` describes them, and the difference to the repository is one commit.
 """

@@ -23,12 +23,12 @@ from ...checkpoint.verification import verify
 from ...errors import CheckpointError, ModelError, counted
 from ...recipe.files import ADAPTER, is_run
 from ...recipe.run_recipe import checkpoint_of
+from ...run.card import BASE
 from ...storage.files import digest, read_json
 from ...training.callbacks.launches import NAME as LAUNCHES
 from ...training.callbacks.metric_files import PLOT
 
 logger = logging.getLogger(__name__)
-BASE = "base_model_name_or_path"
 _OF_A_RESUME = ("state.json", "trainer_state.json", "base_models.json")
 
 

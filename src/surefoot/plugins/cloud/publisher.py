@@ -15,7 +15,8 @@ from types import TracebackType
 
 from ...run.folder import RunUploads
 from ...storage.child import Child
-from ...training.callback import Context, TrainerControl, TrainerState
+from ...training.arguments import Context
+from ...training.callback import TrainerControl, TrainerState
 from ...training.section import TrainSection
 
 logger = logging.getLogger(__name__)

@@ -33,11 +33,19 @@ from huggingface_hub.utils.sha import git_hash
 
 from ...checkpoint.disk.commit import step_of
 from ...errors import ModelError, counted, first_line
+from ...run.card import (
+    CARD,
+    base_name,
+    is_written_here,
+    license_files,
+    license_of,
+    model_card,
+    origin_of,
+)
 from ...storage.remote import HubError, is_repository_name, offline_setting
-from .card import base_name, license_files, license_of, model_card, origin_of
 from .contents import LocalFile, Publication, Redaction, gather, redaction_of
 
-MARKER, CARD = "surefoot.json", "README.md"
+MARKER = "surefoot.json"
 FORMAT = "surefoot-upload"
 _SHOWN = 5  # files of somebody else that an error names
 _OF_THE_HUB = ".gitattributes"  # which it creates by itself
@@ -141,8 +149,9 @@ def _with_card(
         notes.append("the license of the base model is unknown; name it with --license")
     for path in license_files(origin):
         files.setdefault(path.name, LocalFile(path.name, path))
-    if CARD not in files:
-        card = model_card(contents, target.name, base, None if terms is None else str(terms))
+    path = contents.folder / CARD
+    if CARD not in files or (path.is_file() and is_written_here(path)):
+        card = model_card(contents.folder, files, target.name, base, terms and str(terms))
         files[CARD] = redaction.cleaned(LocalFile(CARD, card.encode()), notes)
     return files
 

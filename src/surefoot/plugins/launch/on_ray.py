@@ -47,7 +47,8 @@ from ...parallel.ray_cluster import join
 from ...recipe.recipe import Recipe, dump, load_text
 from ...recipe.yaml import emit
 from ...run.training_run import run
-from ...training.callback import Context, TrainerCallback, TrainerControl, TrainerState
+from ...training.arguments import Context
+from ...training.callback import TrainerCallback, TrainerControl, TrainerState
 from ...training.callbacks.launches import request_stop, shown, take_stop_request
 from ...use.estimate.plan import choose_micro_batch_size
 from .request import LaunchRequest

@@ -28,7 +28,7 @@ from .llamafactory import (
     with_present_meaning,
 )
 from .rules import GivenArguments, Program, Rules, Settings
-from .run_extras import LlamaFactoryExtras, after_training
+from .run_extras import LlamaFactoryExtras, after_training, pictures_of
 
 
 def convert_llamafactory(
@@ -48,7 +48,12 @@ def convert_llamafactory(
         *(f"  LLaMA-Factory: {line}" for line in mistakes),
         *_ignored(arguments),
     ]
-    extras = LlamaFactoryExtras(document, after_training(arguments), bool(arguments["do_train"]))
+    extras = LlamaFactoryExtras(
+        document,
+        after_training(arguments),
+        bool(arguments["do_train"]),
+        pictures_of(arguments),
+    )
     recipe = conversion.recipe(settings, overrides)
     return ConvertedFile(LLAMAFACTORY.title, recipe, notes, extras)
 

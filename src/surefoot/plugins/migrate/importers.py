@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from ruamel.yaml import YAML
 
@@ -37,6 +38,23 @@ _V1 |= {"model_class", "sample_backend", "batching_strategy"}
 _SIGNS = ("model_name_or_path", "finetuning_type", "do_train", "per_device_train_batch_size")
 _SHARED = set[str]().union(*(program.arguments for program in PROGRAMS.values()))
 _ONLY_LLAMAFACTORY = ARGUMENTS.keys() - _SHARED | {"do_train"}
+
+
+# Whose objects they are, by the name of their class.
+_CLASSES = {
+    "TrainingArguments": "transformers",
+    "SFTConfig": "trl-sft",
+    "DPOConfig": "trl-dpo",
+    "KTOConfig": "trl-kto",
+    "RewardConfig": "trl-reward",
+    "GRPOConfig": "trl-grpo",
+}
+
+
+def _default(argument: Field[Any]) -> object:
+    if argument.default_factory is not MISSING:
+        return argument.default_factory()
+    return argument.default
 
 
 def programs_of(data: Mapping[str, object]) -> list[str]:
@@ -74,6 +92,23 @@ class TrainerImporter(Importer):
         """By its own table and rules."""
         return convert_trainer(self.program, document, overrides)
 
+    def convert_object(self, arguments: object) -> ConvertedFile | None:
+        """By the class: what differs from its defaults has been set. Fields that a program has
+        added to the class are free values, which callbacks read."""
+        names = (_CLASSES.get(cls.__name__) for cls in type(arguments).__mro__)
+        if next(filter(None, names), None) != self.name or not is_dataclass(arguments):
+            return None
+        plain: dict[str, object] = arguments.to_dict()  # type: ignore[union-attr]
+        changed = {
+            each.name: plain[each.name]
+            for each in fields(arguments)
+            if each.init and getattr(arguments, each.name) != _default(each)
+        }
+        extra = {n: v for n, v in changed.items() if n not in self.program.arguments}
+        known = {n: v for n, v in changed.items() if n not in extra and n != "do_train"}
+        document = Document(known, type(arguments).__name__)
+        return self.convert(document, {"train.extra": extra} if extra else ())
+
 
 @dataclass(frozen=True)
 class LlamaFactory(Importer):
@@ -91,6 +126,8 @@ class LlamaFactory(Importer):
 
     def read_words(self, words: Sequence[str]) -> tuple[Document, list[str]] | None:
         """``--stage sft --bf16 --max_steps -1``, and overrides of a recipe's fields."""
+        if any(word.partition("=")[0] == "--config" for word in words):
+            return None  # it has none; other programs name their file so
         return read_command_line(words)
 
 

@@ -20,7 +20,7 @@ from ...training.section import TrackerName
 from .arguments import ARGUMENTS, FILES, RefusedError, near
 from .optimizer_arguments import optimizer, optimizer_name
 from .rules import GivenArguments, Program, Rules, Settings
-from .templates import TEMPLATES, next_roles, same_template
+from .templates import TEMPLATES, eos_of, next_roles, same_template
 
 _TRACKERS = get_args(TrackerName)
 _FREEZES = {  # part of a model that reads pictures -> the argument by which it is frozen
@@ -115,17 +115,20 @@ def _adapted_parts(arguments: GivenArguments, trained: Sequence[str]) -> Setting
 
 
 def _template(arguments: GivenArguments) -> Settings:
-    """The template of the same name, with their default system message."""
+    """The template of the same name, with their default system message and eos token."""
     name = arguments["template"]
     if name is None or arguments["stage"] == "pt":
         return {}
     if name not in TEMPLATES:
         hint = near(name, TEMPLATES)
-        raise RefusedError("template", f"{name!r} is no template of LLaMA-Factory{hint}")
+        message = f"LLaMA-Factory 0.9.5 has no template {name!r}, though former releases may{hint}"
+        raise RefusedError("template", f"{message}; without one, the model's own is used")
     template, system = same_template(name)
     settings: Settings = {"data.template": template}
     if system is not None and not arguments.sets("default_system"):
         settings["data.default_system"] = system
+    if (eos := eos_of(name)) is not None:
+        settings["model.eos_token"] = eos
     return settings
 
 

@@ -4,6 +4,7 @@ model in ``output_dir``. The code for it is imported when it is used."""
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
     from ...recipe.recipe import Recipe
     from ...training.callback import TrainerState
 
-_FILES = f"{__package__}.run_files"
+_FILES, _METRICS = f"{__package__}.run_files", f"{__package__}.run_metrics"
+# What plot_loss draws beside the losses, by the stage
+_DRAWN = {"dpo": ("rewards/accuracies",), "kto": ("rewards/chosen",), "ppo": ("reward",)}
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class LlamaFactoryExtras(RunExtras):
     document: Document
     after: AfterTraining | None
     trains: bool = True
+    pictures: tuple[str, ...] = ()  # the metrics that plot_loss draws
 
     def check(self) -> None:
         """Raises ``RecipeError``: there is nothing to do. ``RunError``: a package is missing."""
@@ -47,9 +51,16 @@ class LlamaFactoryExtras(RunExtras):
         if self.after is not None and self.after.with_generate:
             imported("surefoot.use.run_evaluation:comparison")()
 
+    def callbacks(self, recipe: Recipe) -> Sequence[object]:
+        """``trainer_log.jsonl``, which grows while the run trains."""
+        path = recipe.train.folder / "trainer_log.jsonl"
+        return [imported(f"{_METRICS}:TrainerLog")(path)]
+
     def finish(self, recipe: Recipe, state: TrainerState) -> None:
-        """Put the model into ``output_dir``, or into the local folder of a store."""
+        """Put the model into ``output_dir``, or into the local folder of a store, and the metrics
+        by LLaMA-Factory's names."""
         imported(f"{_FILES}:place_trained_model")(recipe, state)
+        imported(f"{_METRICS}:write_metrics")(recipe, state, self.pictures)
 
     def after_run(self, recipe: Recipe) -> None:
         """Evaluate what was trained; the ranks of a launcher have left each other."""
@@ -64,6 +75,12 @@ class LlamaFactoryExtras(RunExtras):
         if self.after is not None:
             imported(f"{_FILES}:evaluate")(recipe, self.after, model)
         return self.after is not None
+
+
+def pictures_of(arguments: GivenArguments) -> tuple[str, ...]:
+    """The metrics that ``plot_loss`` draws."""
+    names = ("loss", "eval_loss", *_DRAWN.get(arguments["stage"], ()))
+    return names if arguments["plot_loss"] else ()
 
 
 def after_training(arguments: GivenArguments) -> AfterTraining | None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -118,6 +119,13 @@ def evaluate(recipe: Recipe, after: AfterTraining, model: str | None) -> None:
             output.remove_parts()
 
 
+def _add_results(path: Path, metrics: dict[str, float]) -> None:
+    """Add ``metrics`` to those of the run's training, if it was trained."""
+    with files.raising(RunError, _DOING), contextlib.suppress(FileNotFoundError, ValueError):
+        text = json.dumps(files.read_json(path) | metrics, indent=2, sort_keys=True) + "\n"
+        files.write_aside(path, text.encode())
+
+
 def _write(
     output: Output,
     parts: Sequence[str],
@@ -137,6 +145,7 @@ def _write(
             text = json.dumps(of_part, indent=4, sort_keys=True) + "\n"
             files.write_aside(path, text.encode())
         written.append(path)
+        _add_results(path.with_name("all_results.json"), of_part)
         for name, value in of_part.items():
             click.echo(f"{name}: {value:.4f}")
     click.echo(f"written: {', '.join(map(str, written))}")

@@ -30,6 +30,26 @@ def same_template(name: str) -> tuple[str, str | None]:
     return _FILES.get(name, ("auto", None))
 
 
+# What ends a turn becomes the eos token there (`replace_eos`), but of these families.
+_KEEP_EOS = (
+    *("cpm4", "ernie", "ernie_nothink", "falcon_h1", "granite4", "hunyuan", "hunyuan_small"),
+    *("intern2", "intern_vl", "intern_s1", "kimi_vl", "llava_next_yi", "llava_next_video_yi"),
+    *("minicpm_v", "minicpm_v_4_6", "minicpm_o", "minimax1", "minimax2", "openchat-3.6"),
+    *("opencoder", "sailor", "smollm", "smollm2", "starchat", "yi", "youtu_vl", "yuan"),
+)
+_EOS = {"qwen": "<|im_end|>", "chatml": "<|im_end|>", "llama3": "<|eot_id|>"}
+_EOS |= {"gemma": "<end_of_turn>"}
+
+
+def eos_of(name: str) -> str | None:
+    """The eos token of the tokenizer that LLaMA-Factory saves; None: the model's own."""
+    if name not in families():
+        return _EOS.get(name)
+    family = families()[name]
+    keeps = family.ends_once or not family.stop or name in _KEEP_EOS
+    return None if keeps else family.stop[0]
+
+
 _WITH_LINE_BREAK = ("qwen", "chatml", "gemma", "alpaca", "default")  # of the files
 
 

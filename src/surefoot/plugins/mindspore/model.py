@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,12 @@ import torch
 
 from ...checkpoint.disk.folder import TRAINER_STATE, FolderWeights, open_checkpoint
 from ...checkpoint.layouts.detection import has_manifest, open_contents
+from ...checkpoint.layouts.reading import options_of
 from ...checkpoint.sources import FolderSource, JoinedSource, Renamed, TensorsInMemory, TensorSource
 from ...errors import CheckpointError
 from ...storage import files
 from .naming import (
-    KEEP,
     AttentionHeads,
-    FamilyName,
     family_of,
     heads_near,
     to_huggingface,
@@ -34,8 +32,8 @@ from .opening import (
     progress_of,
     role_of,
 )
+from .reading import KEEP, ReadingOptions
 from .slicing import Slicing
-from .tensor_layout import ParallelConfig
 
 logger = logging.getLogger(__name__)
 _ROLES = ("model", "optimizer", "state")
@@ -43,24 +41,11 @@ _NUMBERS = ("epoch_num", "step_num", "loss_scale", "global_batch_size")  # of co
 _MOMENTS = {"adam_m.": "exp_avg", "adam_v.": "exp_avg_sq"}
 
 
-@dataclass(frozen=True)
-class MindSporeHints:
-    """Information that a folder of MindSpore's may lack."""
-
-    strategy: Path | None = None  # files, if they are not beside the ranks
-    config: ParallelConfig | None = None  # of the training, in place of strategy files
-    names: str | None = None  # the family of names; None: as the names look
-    base: Path | None = None  # the same model as Hugging Face has it
-
-
-NOTHING_MORE = MindSporeHints()
-
-
-def open_state(folder: Path, hints: MindSporeHints = NOTHING_MORE) -> TensorSource:
-    """All that MindSpore saved, by its names: weights, moments, numbers of the training state."""
+def open_state(folder: Path, base: Path | None = None) -> TensorSource:
+    """All that MindSpore saved, by its names: weights, moments, numbers of the training state.
+    ``base`` is the same model as Hugging Face has it, if its configuration is not near."""
     with files.raising(CheckpointError, f"cannot read {folder}"):
-        slicing = Slicing(hints.strategy, hints.config, hints.base)
-        locations = open_mindspore_state(folder, slicing)
+        locations = open_mindspore_state(folder, Slicing(model=base))
         progress = progress_of(folder) if form_of(folder) == "iteration" else {}
     source = FolderSource(FolderWeights(MindSpore.name, folder, locations))
     numbers = {
@@ -71,43 +56,11 @@ def open_state(folder: Path, hints: MindSporeHints = NOTHING_MORE) -> TensorSour
     return JoinedSource([("", source), ("", TensorsInMemory(numbers))]) if numbers else source
 
 
-def open_model(folder: Path, hints: MindSporeHints = NOTHING_MORE) -> TensorSource:
-    """The weights in a folder of MindSpore's, under Hugging Face's names."""
-    return as_huggingface(by_role(open_state(folder, hints))["model"], folder, hints)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReadingOptions:
-    """Options for reading a folder of MindSpore."""
-
-    names: FamilyName | None = None
-    """What MindSpore Transformers calls the weights in SRC; keep: as they are."""
-
-    strategy: Path | None = None
-    """MindSpore's strategy files of SRC, if not beside its ranks."""
-
-    source_parallel_config: ParallelConfig | None = None
-    """How SRC is sharded over its ranks, if there are no strategy files: the parallel_config of the
-    training, as data_parallel=2,model_parallel=4. Every file is checked against the configuration
-    of the model. Without it, the shapes say it if only one way gives them."""
-
-
-def open_named(
-    folder: Path, base: Path | None, options: Mapping[str, object] | None, *, is_checked: bool
-) -> TensorSource:
-    """The weights in a folder, under Hugging Face's names, as the lists of plugins open it. Without
-    ``options``, ``base`` says how many heads there are, and the shapes of ranks' tensors."""
-    if options is None:
-        weights = open_mindspore_weights(folder, Slicing(model=base))
-        source = FolderSource(weights, is_checked)
-        return as_huggingface(source, folder, MindSporeHints(base=base))
-    return open_model(folder, hints_of(options, base))
-
-
-def hints_of(options: Mapping[str, object], base: Path | None) -> MindSporeHints:
-    """The options for reading a folder, with what names its model."""
-    read = ReadingOptions(**options)  # type: ignore[arg-type]
-    return MindSporeHints(read.strategy, read.source_parallel_config, read.names, base)
+def open_named(folder: Path, base: Path | None, *, is_checked: bool) -> TensorSource:
+    """The weights in a folder, under Hugging Face's names, as the lists of plugins open it.
+    ``base`` says how many heads there are, and the shapes of ranks' tensors."""
+    weights = open_mindspore_weights(folder, Slicing(model=base))
+    return as_huggingface(FolderSource(weights, is_checked), folder, base)
 
 
 def by_role(source: TensorSource) -> dict[str, TensorSource]:
@@ -118,14 +71,12 @@ def by_role(source: TensorSource) -> dict[str, TensorSource]:
     return {role: Renamed(source, names) for role, names in names_by_role.items()}
 
 
-def as_huggingface(
-    source: TensorSource, folder: Path, hints: MindSporeHints = NOTHING_MORE
-) -> TensorSource:
+def as_huggingface(source: TensorSource, folder: Path, base: Path | None = None) -> TensorSource:
     """``source``, which came from ``folder``, under Hugging Face's names."""
-    family = hints.names or family_of(source.shapes())
+    family = options_of(folder, ReadingOptions).names or family_of(source.shapes())
     if family in (None, KEEP):
         return source
-    return to_huggingface(source, family or "", heads_near(folder, hints.base))
+    return to_huggingface(source, family or "", heads_near(folder, base))
 
 
 def as_mindspore(

@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -122,17 +121,6 @@ def _rows(source: TensorSource, name: str, first: int, count: int, box: Box) -> 
     return source.read(name, Box((first, *box.start[1:]), (count, *box.shape[1:])))
 
 
-KEEP = "keep"
-FamilyName = Literal[
-    "keep",
-    "legacy",
-    "legacy-fused",
-    "mcore",
-    "mcore-mla",
-    "mcore-v1",
-    "mcore-fused",
-    "mcore-contiguous",
-]
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")

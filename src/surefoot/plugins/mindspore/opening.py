@@ -14,6 +14,7 @@ from typing import Any, Literal
 from ...checkpoint.disk import strict_json, tensorfile
 from ...checkpoint.disk.folder import FolderWeights, TensorLocation
 from ...checkpoint.layouts.layout import DcpChunk, Layout, Locations, SavedFolder, locations
+from ...checkpoint.layouts.reading import options_of
 from ...checkpoint.state.roles import MODEL
 from ...errors import CheckpointError, counted
 from ...parallel.sharding import Box, is_covered_once
@@ -35,8 +36,9 @@ from .ranks import (
     step_of,
     steps,
 )
+from .reading import ReadingOptions
 from .slicing import UNKNOWN, Slicing, find_strategy
-from .strategy import ENDINGS, Strategy, open_strategy
+from .strategy import Strategy, open_strategy, strategy_near
 from .tensor_layout import MOMENTS
 
 Form = Literal["iteration", "ranks", "full"]
@@ -46,7 +48,6 @@ _STATE = {
     *("epoch_num", "step_num", "global_batch_size", "loss_scale", "learning_rate", "global_step"),
     *("scale_sense", "current_iterator_step", "last_overflow_iterator_step"),
 }
-_FOLDER = "strategy"  # beside the ranks' folders, or beside the one that holds them
 _RANKS = 6  # told of in an error
 _INT4 = "Int4"
 
@@ -140,7 +141,12 @@ def open_boxes(path: Path, slicing: Slicing = UNKNOWN) -> Boxes:
 
 def open_distributed(path: Path, slicing: Slicing = UNKNOWN) -> Boxes:
     """The slices of every tensor in the files of one step. ``path`` is the folder that contains
-    ``rank_0``, one above it, or a file of the step in it."""
+    ``rank_0``, one above it, or a file of the step in it. What ``slicing`` leaves open is as the
+    user stated it of the folder."""
+    stated = options_of(path, ReadingOptions)
+    if slicing.strategy is None and slicing.config is None:
+        config = stated.source_parallel_config
+        slicing = replace(slicing, strategy=stated.strategy, config=config)
     opened = [tensorfile.open_path(file) for file in rank_files(path)]
     for file in opened:
         packed = (name for name, kind in file.header.metadata.items() if kind == _INT4)
@@ -158,7 +164,7 @@ def open_distributed(path: Path, slicing: Slicing = UNKNOWN) -> Boxes:
         return {name: [whole(opened[0], name)] for name in opened[0].header.entries}
     else:
         slicing = replace(slicing, model=slicing.model or model_near(path))
-        layouts = find_strategy(opened, slicing, where)
+        layouts = find_strategy(opened, slicing, where, stated.names)
     if layouts.world_size != len(opened):
         stages = len(layouts.stages)
         parts = f"{stages} pipeline stages of " if stages > 1 else ""
@@ -222,14 +228,6 @@ def _joined(name: str, slices: Sequence[Slice], where: Path) -> list[DcpChunk]:
             f"the shape {list(first.shape)}"
         )
     return [chunk_at[box] for box in boxes]
-
-
-def strategy_near(root: Path) -> Path | None:
-    """The folder of strategy files that belongs to the folder of ranks ``root``."""
-    for folder in (root / _FOLDER, root.parent / _FOLDER):
-        if files.is_folder(folder) and any(n.endswith(ENDINGS) for n in files.list_folder(folder)):
-            return folder
-    return None
 
 
 def role_of(name: str, shape: tuple[int, ...]) -> str:

@@ -17,7 +17,6 @@ from .ranks import model_near
 from .rules import (
     AXES,
     SAFETENSORS,
-    STRATEGY,
     UNCUT,
     KeyRule,
     RefusedKeyError,
@@ -25,6 +24,7 @@ from .rules import (
     apply,
     nothing,
     only,
+    reading_of,
     sizes,
     to,
 )
@@ -56,9 +56,10 @@ def _parallel(content: Mapping[str, Any]) -> Settings:
 def _model(content: Mapping[str, Any]) -> Settings:
     weights = content.get("load_checkpoint") or ""
     model = content.get("pretrained_model_dir") or ""
+    reading = reading_of(content, weights)
     if not weights or not model or model_near(Path(weights)) == Path(weights):
-        return {"model.path": weights or model} if weights or model else {}
-    return {"model.path": model, "model.weights": weights}
+        return {"model.path": weights or model, **reading} if weights or model else {}
+    return {"model.path": model, "model.weights": weights, **reading}
 
 
 def _sampling(content: Mapping[str, Any]) -> Settings:
@@ -99,7 +100,7 @@ _RULES: dict[str, KeyRule] = {
     **{f"parallel_config.{name}": nothing for name in (*AXES, "vocab_emb_dp")},
     **UNCUT,
     "load_ckpt_format": SAFETENSORS,
-    "src_strategy_path_or_dir": STRATEGY,
+    "src_strategy_path_or_dir": nothing,  # reading_of
     "only_save_strategy": only((False, None), "compilation is not needed"),
     "predict_batch_size": to("generate.batch_size", int),
     "adapter_id": only(

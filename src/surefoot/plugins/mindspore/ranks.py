@@ -24,7 +24,8 @@ from ...errors import CheckpointError
 from ...parallel.sharding import Box
 from ...storage import files
 
-FOLDER = re.compile(r"rank_(0|[1-9]\d{0,5})")
+# Zeros may pad the number, but not to five digits: those folders are Surefoot's own.
+FOLDER = re.compile(r"rank_(0|[1-9]\d{0,5}|0\d{1,3})")
 _FILE = re.compile(
     r"(?P<prefix>.*)_rank_(?P<rank>\d{1,6})(?:_(?P<again>\d{1,6}))?"
     r"-(?P<kind>network-|trainable_params-)?(?P<epoch>\d{1,12})_(?P<step>\d{1,12})\.safetensors"

@@ -7,7 +7,7 @@ A key has an equivalent setting, needs none, or is rejected with the reason and 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,11 +16,10 @@ from ...recipe.overrides import Overrides, override
 from ...recipe.recipe import ConvertedFile, Importer, Recipe
 from ...recipe.yaml import Document
 from .prediction import convert_prediction
-from .ranks import model_near, root_of
+from .ranks import model_near, rank_folders, root_of
 from .rules import (
     CONVERTER,
     SAFETENSORS,
-    STRATEGY,
     UNCUT,
     Converted,
     KeyRule,
@@ -30,9 +29,11 @@ from .rules import (
     apply,
     nothing,
     only,
+    reading_of,
     sizes,
     to,
 )
+from .words import prompts_of, read_words
 
 
 def _data_to_add(content: Mapping[str, Any]) -> str:
@@ -90,6 +91,14 @@ class MindFormers(Importer):
         data = document.data
         is_prediction = isinstance(data, Mapping) and data.get("run_mode") == "predict"
         return convert_prediction(document) if is_prediction else None
+
+    def prompts(self, document: Document) -> list[str]:
+        """Those of ``predict_data``."""
+        return prompts_of(document.data) if isinstance(document.data, Mapping) else []
+
+    def read_words(self, words: Sequence[str]) -> tuple[Document, list[str]] | None:
+        """``--config FILE --run_mode finetune``, and overrides of a recipe's fields."""
+        return read_words(words)
 
 
 IMPORTER = MindFormers()
@@ -164,6 +173,7 @@ def _start(content: Mapping[str, Any]) -> Settings:
     """The initial model, and whether to resume."""
     weights, model = content.get("load_checkpoint") or "", content.get("pretrained_model_dir") or ""
     resume = content.get("resume_training") or False
+    reading = reading_of(content, weights)
     is_model = bool(weights) and model_near(Path(weights)) == Path(weights)
     if resume and weights:
         if not model and not is_model:
@@ -172,7 +182,7 @@ def _start(content: Mapping[str, Any]) -> Settings:
                 "their model with pretrained_model_dir, or model.path=MODEL behind the file"
             )
         start = weights if is_model else model
-        return {"model.path": start, "checkpoint.resume": _saved_at(weights, resume)}
+        return {"model.path": start, "checkpoint.resume": _saved_at(weights, resume), **reading}
     if isinstance(resume, str):
         return {"checkpoint.resume": resume}
     if weights and model and not is_model:
@@ -184,7 +194,7 @@ def _start(content: Mapping[str, Any]) -> Settings:
     if content.get("run_mode") == "train" and not weights:
         settings["model.new_weights"] = True  # pretraining begins from nothing there
     path = weights or model
-    return settings | ({"model.path": path} if path else {})
+    return {**settings, **({"model.path": path} if path else {}), **reading}
 
 
 def _saved_at(weights: str, resume: str | bool) -> str:
@@ -193,7 +203,8 @@ def _saved_at(weights: str, resume: str | bool) -> str:
         return weights
     name = re.sub(r"_rank_\d+", "_rank_0", resume)
     name = name if name.endswith(".safetensors") else f"{name}.safetensors"
-    return str(root_of(Path(weights)) / "rank_0" / name)
+    folders = rank_folders(root_of(Path(weights)))
+    return str(folders.get(0, root_of(Path(weights)) / "rank_0") / name)
 
 
 def _schedule(content: Mapping[str, Any]) -> Settings:
@@ -249,7 +260,7 @@ _RULES: dict[str, KeyRule] = {
     "load_ckpt_format": SAFETENSORS,
     "auto_trans_ckpt": nothing,  # any layout is cut for any processes, always
     "remove_redundancy": nothing,  # the files say it
-    "src_strategy_path_or_dir": STRATEGY,
+    "src_strategy_path_or_dir": nothing,  # reading_of
     "use_parallel": nothing,  # parallel_config says it
     "only_save_strategy": only((False, None), "compilation is not needed"),
     "resume_by_last_timestamp_ckpt": only(

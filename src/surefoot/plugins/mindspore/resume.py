@@ -27,7 +27,7 @@ from ...parallel.sharding import Box
 from ...run.foreign_resume import ForeignTrainer, expect_adamw, fill_weights, other_model
 from ...training.trainer import Trainer
 from .experts import StackedMatrix, StackedSource
-from .model import MindSporeHints, as_huggingface, by_role, open_state
+from .model import as_huggingface, by_role, open_state
 from .opening import LAYOUT, progress_of
 from .tensor_layout import MOMENTS
 
@@ -54,10 +54,9 @@ def load_mindspore_checkpoint(folder: Path, trainer: Trainer, *, base: Path) -> 
     unless the files cannot be read to their end.
     """
     _refuse_unlike(folder, trainer)
-    hints = MindSporeHints(base=base)
-    roles = by_role(open_state(folder, hints))
+    roles = by_role(open_state(folder, base))
     both = JoinedSource([("", roles["model"]), ("", roles["optimizer"])])
-    source = _with_fused_moments(as_huggingface(both, folder, hints), trainer)
+    source = _with_fused_moments(as_huggingface(both, folder, base), trainer)
     progress = read_progress(roles["state"], folder)
     _refuse_other(source, trainer, folder)
     for line in _differences(progress, trainer):
@@ -250,6 +249,10 @@ class MindSporeTransformers(ForeignTrainer):
     def recognise(self, folder: Path) -> bool:
         """Whether it is a folder of MindSpore."""
         return detect_layout(folder) == LAYOUT
+
+    def check_weights(self, folder: Path, base: Path) -> None:
+        """Open every slice, whose strategy may be wrong or unknown."""
+        open_state(folder, base)
 
     def load(self, folder: Path, trainer: Trainer, *, base: Path, trust_pickle: bool) -> None:
         """``base`` tells heads and shapes; there are no pickles."""

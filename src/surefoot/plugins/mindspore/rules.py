@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ...recipe.yaml import Document
 from ...schema import Keys, Problem
+from .ranks import rank_folders, root_of
+from .strategy import strategy_near
 
 Settings = Mapping[str, object]  # of a recipe, by dotted names
 KeyRule = Callable[[Any], Settings]
@@ -120,11 +123,6 @@ def only(allowed: tuple[Any, ...], reason: str) -> KeyRule:
 CONVERTER = "convert it with mindspore.ckpt_to_safetensors"
 _PLURAL = ("context_parallel", "expert_parallel", "seq_split_num", "micro_batch_interleave_num")
 SAFETENSORS = only(("safetensors",), f"only safetensors are supported; {CONVERTER}")
-STRATEGY = only(
-    ("", None),
-    "strategy files must be in `strategy` beside the ranks; move them there, or convert the "
-    "weights once with `surefoot ckpt convert --to huggingface --strategy`",
-)
 UNCUT = {f"parallel_config.{n}": only((1, None), "it is not supported here") for n in _PLURAL}
 AXES = ("data_parallel", "model_parallel", "pipeline_stage")
 
@@ -136,3 +134,28 @@ def sizes(config: Mapping[str, Any]) -> tuple[int, int, int]:
         if type(value) is not int or value < 1:
             raise RefusedKeyError(f"{name} must be a whole number of at least 1, got {value!r}")
     return data, model, stages
+
+
+def reading_of(content: Mapping[str, Any], weights: str) -> Settings:
+    """How the ranks in ``weights`` were sliced: as the strategy files say that are named, or, if
+    they are to be loaded as they are and have none, as ``parallel_config`` slices this task."""
+    root = root_of(Path(weights))
+    if not weights or not rank_folders(root):
+        return {}
+    if strategy := content.get("src_strategy_path_or_dir"):
+        return {"model.reading": {"strategy": str(strategy)}}
+    config = content.get("parallel_config") or {}
+    if content.get("auto_trans_ckpt") or content.get("use_parallel") is False:
+        return {}  # the source has another strategy
+    parts: dict[str, object] = dict(zip(AXES, sizes(config), strict=True))
+    if set(parts.values()) == {1} or strategy_near(root) is not None:
+        return {}
+    switches = {
+        "vocab_emb_dp": config.get("vocab_emb_dp"),
+        "enable_parallel_optimizer": (content.get("parallel") or {}).get(
+            "enable_parallel_optimizer"
+        ),
+    }
+    parts |= {name: str(value).lower() for name, value in switches.items() if value is not None}
+    text = ",".join(f"{name}={value}" for name, value in parts.items())
+    return {"model.reading": {"source_parallel_config": text}}

@@ -22,8 +22,9 @@ from ...checkpoint.sources import TensorsInMemory
 from ...errors import CheckpointError, counted, first_line
 from ...parallel.sharding import Box
 from ...storage import files
-from .naming import KEEP, family_of, heads_of, to_mindspore
+from .naming import family_of, heads_of, to_mindspore
 from .ranks import Slice, check_fit
+from .reading import KEEP
 from .strategy import Strategy
 from .tensor_layout import ParallelConfig, TensorLayout, has_row_per_token, weight_of
 
@@ -67,11 +68,9 @@ def find_strategy(
         ) from None
     if (config := slicing.config) is None:
         return _inferred(opened, shapes, where)
-    if config.world_size != len(opened):
-        raise CheckpointError(
-            f"{problem}, but {_settings_of(config)} is about {counted(config.world_size, 'rank')}"
-        )
     try:
+        if config.world_size != len(opened):
+            raise _MisfitError(f"it is about {counted(config.world_size, 'rank')}")
         return _strategy(opened, shapes, config, where, decides=True)
     except _MisfitError as error:
         try:

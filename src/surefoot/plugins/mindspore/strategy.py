@@ -21,6 +21,7 @@ from ...storage import files
 from .tensor_layout import Layouts, TensorLayout
 
 ENDINGS = (".ckpt", ".json")
+_FOLDER = "strategy"  # beside the ranks' folders, or beside the one that holds them
 FILE = "ckpt_strategy_rank_{}.ckpt"
 _OF_RANK = re.compile(r".*_rank_(\d{1,6})\.(?:ckpt|json)")
 _OF_STAGE = re.compile(r"(\d{1,6})-(.+)")
@@ -63,6 +64,14 @@ def open_strategy(path: Path) -> Strategy:
             raise CheckpointError(f"{path}: contains no strategy files (*.ckpt or *.json)")
         parsed = {file: _parse(file) for file in paths}
     return _checked(_by_stage(parsed, path), path)
+
+
+def strategy_near(root: Path) -> Path | None:
+    """The folder of strategy files that belongs to the folder of ranks ``root``."""
+    for folder in (root / _FOLDER, root.parent / _FOLDER):
+        if files.is_folder(folder) and any(n.endswith(ENDINGS) for n in files.list_folder(folder)):
+            return folder
+    return None
 
 
 def _parse(file: Path) -> tuple[int, dict[str, TensorLayout]]:

@@ -5,7 +5,7 @@ names, from MindSpore's own folder or from any other weights; ``writing`` writes
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -27,14 +27,14 @@ from .model import (
     as_huggingface,
     as_mindspore,
     by_role,
-    hints_of,
     moments_of,
     numbers_of,
     open_state,
 )
-from .naming import KEEP, FamilyName, heads_near
+from .naming import heads_near
 from .opening import LAYOUT, form_of
 from .ranks import model_near, rank_files, step_of
+from .reading import KEEP, FamilyName
 from .strategy import open_strategy
 from .tensor_layout import ParallelConfig
 from .writing import Naming, sorted_out, write_distributed, write_full, write_iteration
@@ -118,17 +118,17 @@ class MindSporeFolder(ModelTarget):
 
     def _from_mindspore(self, origin: Origin) -> _Opened:
         """MindSpore's own content, under other names if requested."""
-        folder, hints = origin.folder, replace(hints_of(origin.reading, origin.base), names=None)
-        parts = by_role(open_state(folder, hints))
+        folder, base = origin.folder, origin.base
+        parts = by_role(open_state(folder, base))
         source: TensorSource = JoinedSource(
             [("", cast(parts["model"], self.dtype)), ("", parts["optimizer"])]
         )
         if self.names not in (None, KEEP):
-            heads = heads_near(folder, hints.base)
-            source = as_mindspore(as_huggingface(source, folder, hints), self.names, heads)
+            heads = heads_near(folder, base)
+            source = as_mindspore(as_huggingface(source, folder, base), self.names, heads)
         # Configuration and tokenizer of the base, or those beside the weights.
-        is_model = hints.base is not None and files.exists(hints.base / _CONFIG)
-        model = hints.base if is_model else model_near(folder)
+        is_model = base is not None and files.exists(base / _CONFIG)
+        model = base if is_model else model_near(folder)
         small: dict[str, bytes] = {}
         if model is not None:
             small = companions_of(model, model) | {_CONFIG: (model / _CONFIG).read_bytes()}

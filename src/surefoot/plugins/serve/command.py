@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from ...cli.loading import dtype_option, loading, trust_remote_code_option
-from ...errors import RunError
+from ...errors import RunError, installation
 
 _SECONDS_TO_FINISH = 30  # for requests that have begun when the server is stopped
 _EXTRA = ("fastapi", "uvicorn", "starlette")
@@ -102,7 +102,8 @@ def serve(path: str, port: int, host: str, **options: object) -> None:
         if (error.name or "").partition(".")[0] not in _EXTRA:
             raise
         raise RunError(
-            f"the server needs {error.name}, which is not installed: pip install 'surefoot[serve]'"
+            f"the server needs {error.name}, which is not installed: "
+            f"{installation('fastapi', 'serve')}"
         ) from None
     hosts = web.hosts_of(host, host_names)  # type: ignore[arg-type]
     new_key = secrets.token_urlsafe(24) if hosts.is_open and not options["api_key"] else None

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from pydantic import Field, JsonValue
 
+from ...errors import installation
 from ...generate.live import Constraint
 from ...generate.responses import Decode, OpenResponse
 from .body import ApiError, Strict
@@ -88,7 +89,7 @@ def grammar_of(model: ServedModel, prompt: ChatPrompt, form: ResponseFormat | No
         from llguidance import LLMatcher
     except ImportError:
         raise ApiError(
-            "response_format: this needs llguidance on the server: pip install 'surefoot[serve]'",
+            f"response_format: this needs llguidance on the server: {installation('llguidance')}",
             param="response_format",
         ) from None
     grammar = f"start: %json {json.dumps({'x-guidance': _SPACES, **schema})}"

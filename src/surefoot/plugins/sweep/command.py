@@ -128,7 +128,7 @@ def sweep(
         from .sweep import LOCK, SearchSettings, Sweep
     except ModuleNotFoundError as error:
         raise RunError(
-            f"sweeps need {error.name}, which is not installed: pip install 'surefoot[sweep]'"
+            f"sweeps need {error.name}, which is not installed: {installation('optuna')}"
         ) from None
     if launched() is not None:
         raise RunError(

@@ -1,19 +1,20 @@
 """Write a Surefoot checkpoint as one from which Hugging Face's Trainer resumes.
 
-Weights and companions unchanged, the moments by number, the schedule's position and
-``trainer_state.json``. ``training_args.bin`` is omitted: the Trainer never reads it. So are random
-generators, on which no step here depends.
+Weights and companions unchanged, the moments by number, the schedule's position, the generators of
+each rank and ``trainer_state.json``. ``training_args.bin`` is omitted: the Trainer never reads it.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...checkpoint.converting.targets import Done, Origin, Target
@@ -30,7 +31,7 @@ from ...checkpoint.verification import ConcurrentCheck
 from ...errors import CheckpointError, counted
 from ...model.adapters import TRAINED
 from ...model.config import auto_class
-from ...model.numerics import LossScaler
+from ...model.numerics import LossScaler, derive
 from ...network.draft import MetaTensors, NetworkOptions
 from ...network.network import Network
 from ...network.open import open_network
@@ -53,6 +54,7 @@ from .trainer_folder import (
 )
 
 _LEFT_OUT = {OURS, STATE, "recipe.yaml"}
+_MOST_GPUS = 8  # of one machine; the Trainer logs an error for states of more than there are
 _INTERVAL = 500  # the Trainer's own default of steps; it divides by them
 
 
@@ -119,6 +121,7 @@ def save_trainer_checkpoint(
         write_pickle(folder / SCHEDULER, _scheduler(run, settings, progress))
         if run.train.precision == "fp16":
             write_pickle(folder / SCALER, _scaler(states["scaler"]))
+        _write_generators(opened, run, progress["global_step"], folder)
         files.write_new(folder / STATE, _state(opened, run, progress))
     return training_arguments(run, progress["max_steps"])
 
@@ -261,6 +264,27 @@ def _scaler(saved: Mapping[str, Any]) -> dict[str, object]:
         "growth_interval": 2000,
         "_growth_tracker": scaler.calm_steps,
     }
+
+
+def _write_generators(opened: CheckpointFolder, run: Recipe, step: int, folder: Path) -> None:
+    """The generators of a process alone, and of each of several, as they are when the run begins
+    its next step: not those that are saved, because each micro-batch of a run seeds them."""
+    mesh = opened.manifest.mesh
+    count = mesh.get("dp_replicate", 1) * mesh.get("dp_shard", 1)
+    for rank in range(count):
+        seed = derive(run.train.seed, step, 0, rank)
+        state: dict[str, object] = {
+            "python": random.Random(seed).getstate(),
+            "numpy": np.random.RandomState(seed % 2**32).get_state(),
+            "cpu": torch.Generator().manual_seed(seed).get_state(),
+            # of a generator on a GPU: its seed, and how far it is
+            "cuda": torch.tensor([seed, 0]).view(torch.uint8),
+        }
+        if rank == 0:
+            write_pickle(folder / "rng_state.pth", state)
+        if count > 1:
+            state["cuda"] = [state["cuda"]] * min(count, _MOST_GPUS)
+            write_pickle(folder / f"rng_state_{rank}.pth", state)
 
 
 def _state(opened: CheckpointFolder, run: Recipe, progress: Mapping[str, Any]) -> bytes:

@@ -17,7 +17,8 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
 from ...terminal_text import duration
-from ..callback import Context, Metrics, TrainerCallback, TrainerControl, TrainerState
+from ..arguments import Context
+from ..callback import Metrics, TrainerCallback, TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)
 

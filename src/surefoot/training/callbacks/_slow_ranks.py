@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from ...parallel.world import World
-from ..callback import Context, Metrics, TrainerCallback, TrainerControl, TrainerState
+from ..arguments import Context
+from ..callback import Metrics, TrainerCallback, TrainerControl, TrainerState
 from .launches import LaunchFiles
 
 logger = logging.getLogger(__name__)

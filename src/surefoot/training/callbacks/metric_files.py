@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING
 
 from ...errors import RecipeError, RunError, explain, installation
 from ...storage.files import append_line, make_folder, raising, rename, write_aside
-from ..callback import Context, Metrics, TrainerCallback, TrainerControl, TrainerState
+from ..arguments import Context
+from ..callback import Metrics, TrainerCallback, TrainerControl, TrainerState
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -168,37 +169,47 @@ class Plot(TrainerCallback):
         self._draw(state)
 
     def _draw(self, state: TrainerState) -> None:
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(7, 4))
-        axes = figure.add_axes(MARGINS)
-        for label, (steps, losses) in curves(state).items():
-            is_raw = label == "training" and len(steps) > 20
-            axes.plot(steps, losses, alpha=0.35 if is_raw else 1.0, label=label, linewidth=1.5)
-            if is_raw:
-                axes.plot(steps, smoothed(losses), color=axes.lines[-1].get_color(), linewidth=1.8)
-        axes.set_xlabel("step")
-        axes.set_ylabel("loss (nats per token)")
-        axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend(frameon=False)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=120)
-        try:
-            write_aside(self.path, buffer.getvalue())
-        except OSError as error:  # a picture is not worth stopping for
-            logger.warning("could not draw %s", explain(error))
+        draw(self.path, curves(state), "loss (nats per token)")
         self._drawn = time.monotonic()
 
 
-def curves(state: TrainerState) -> dict[str, tuple[list[float], list[float]]]:
-    """Steps and losses by the name of the curve: those of ``metrics.jsonl``."""
-    by_label = {}
-    for name, label in (("loss", "training"), ("eval_loss", "evaluation")):
-        points = [(record["step"], record[name]) for record in state.log_history if name in record]
-        if points:
-            by_label[label] = ([step for step, _ in points], [loss for _, loss in points])
-    return by_label
+Curves = dict[str, tuple[list[float], list[float]]]  # steps and values, by label
+
+
+def curves(state: TrainerState) -> Curves:
+    """The losses of ``metrics.jsonl``."""
+    labels = {"training": "loss", "evaluation": "eval_loss"}
+    return {label: curve for label, name in labels.items() if (curve := curve_of(state, name))[0]}
+
+
+def curve_of(state: TrainerState, name: str) -> tuple[list[float], list[float]]:
+    """The steps at which the metric ``name`` was logged, and its values."""
+    records = [record for record in state.log_history if name in record]
+    return [record["step"] for record in records], [record[name] for record in records]
+
+
+def draw(path: Path, curves: Curves, unit: str) -> None:
+    """Draw ``curves`` over the steps to ``path``; those of training with their means."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4))
+    axes = figure.add_axes(MARGINS)
+    for label, (steps, values) in curves.items():
+        is_raw = not label.startswith("eval") and len(steps) > 20
+        axes.plot(steps, values, alpha=0.35 if is_raw else 1.0, label=label, linewidth=1.5)
+        if is_raw:
+            axes.plot(steps, smoothed(values), color=axes.lines[-1].get_color(), linewidth=1.8)
+    axes.set_xlabel("step")
+    axes.set_ylabel(unit)
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend(frameon=False)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    try:
+        write_aside(path, buffer.getvalue())
+    except OSError as error:  # a picture is not worth stopping for
+        logger.warning("could not draw %s", explain(error))
 
 
 def smoothed(values: Sequence[float]) -> list[float]:

@@ -16,7 +16,8 @@ from signal import SIGINT
 
 from ...errors import counted
 from ...storage.child import Child
-from ..callback import Context, Metrics, TrainerCallback, TrainerControl, TrainerState
+from ..arguments import Context
+from ..callback import Metrics, TrainerCallback, TrainerControl, TrainerState
 from ._progress import peak_memory
 from .launches import LaunchFiles, take_stop_request
 

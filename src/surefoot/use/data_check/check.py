@@ -20,13 +20,13 @@ from ...data.rows.catalog import Catalog
 from ...data.rows.registry import DatasetEntry
 from ...data.rows.rows import read_examples
 from ...data.text.codec import Codec
+from ...data.text.preview import preview_example
 from ...data.training_data import DrawnRows, draw_rows
 from ...errors import DataError
 from ...recipe.recipe import Recipe
 from .duplicates import Overlap, ReadDataset, count_equal_rows, count_repeated, overlaps_of
 from .figures import CountedRows, DatasetFigures, num_limited
 from .findings import Finding, findings_of, oddities
-from .preview import preview_example
 
 logger = logging.getLogger(__name__)
 BATCH = 500  # rows that are encoded together

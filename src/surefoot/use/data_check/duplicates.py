@@ -58,8 +58,9 @@ class ReadDataset:
 
 def hashes_of(example: Example) -> tuple[int, int, int]:
     """The hashes of a row: of everything, of its prompt, and of its response."""
-    if example.text is not None:
-        texts = (example.text, example.text, "")
+    if (text := example.text) is not None or example.token_ids is not None:
+        text = str(example.token_ids) if text is None else text
+        texts = (text, text, "")
     else:
         messages, response = example.messages, response_of(example)
         is_last_turn = response is not None and example.chosen is None

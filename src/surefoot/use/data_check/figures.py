@@ -17,8 +17,8 @@ from ...batch import Features
 from ...data.example import Dropped, Encoded, Example, Truncated, items_of
 from ...data.media.files import seen_in
 from ...data.text.collation import num_trained
+from ...data.text.preview import PreviewExample
 from ...errors import counted
-from .preview import PreviewExample
 
 ROWS_SHOWN = 3  # of each kind, by name
 

@@ -153,7 +153,7 @@ def oddities(
         yield PLACEHOLDER
     if any(mark in text for text in texts for mark in special_tokens):
         yield SPECIAL_TOKENS
-    if example.text is not None:
+    if example.text is not None or example.token_ids is not None:
         return
     ends_in_response = messages and messages[-1].role == "assistant"
     if needs_response and example.chosen is None and not ends_in_response:

@@ -17,7 +17,7 @@ from ...data.store.dataset import EncodedDataset
 from ...data.text.codec import Codec
 from ...errors import RecipeError
 from ...model.isolation import PromptSharing
-from ...model.numerics import PrecisionName, choose
+from ...model.numerics import PrecisionName
 from ...model.section import Recomputation
 from ...optim.bf16_weights import offloaded_size, update_size
 from ...parallel.launcher import num_processes
@@ -117,7 +117,7 @@ def precision_of(recipe: Recipe, machine: Machine) -> PrecisionName:
     chosen = recipe.train.precision
     if chosen == "auto":
         return "bf16" if machine.on_gpu else "fp32"
-    return chosen if machine.on_gpu else choose(chosen)
+    return "fp32" if chosen == "fp16" and not machine.on_gpu else chosen
 
 
 def setting_of(recipe: Recipe, machine: Machine) -> HoldingOptions:

@@ -31,6 +31,7 @@ from ...checkpoint.converting.targets import (
     read_config,
 )
 from ...checkpoint.disk.folder import companions_of
+from ...checkpoint.disk.manifest import MANIFEST
 from ...checkpoint.layouts.adapter_merge import (
     PREFIX,
     TOKENS,
@@ -66,7 +67,9 @@ from ...model.weight_matrices import adapted
 from ...model.weights import FullWeights, names_in_files, names_unless_split, places
 from ...network.shard_loading import check_fits, open_base
 from ...parallel.sharding import Box
+from ...recipe.files import ADAPTER
 from ...recipe.run_recipe import Damaged
+from ...run.card import write_card
 from ...storage import files
 from .._model_location import locate
 from ..model_loading import ModelFolders, find_parts, with_valid
@@ -93,11 +96,6 @@ class FolderToConvert:
         folder = Path(self.given.base).expanduser()
         return folder if files.exists(folder / CONFIG) else locate(self.given.base).folder
 
-    @property
-    def reading(self) -> Mapping[str, object]:
-        """The options of its layout that the user named."""
-        return self.given.reading
-
     def adapter_base(self) -> Path | None:
         """The folder of an adapter's base; None for a full model."""
         return None if self.parts.adapter is None else self.parts.model
@@ -110,7 +108,7 @@ class FolderToConvert:
     def weights(self) -> TensorSource:
         """The weights as stored, under Hugging Face's names."""
         if has_opener(self.folder):
-            return open_named(self.folder, self.base, options=self.given.reading)
+            return open_named(self.folder, self.base)
         return open_any(self.folder, trust_pickle=self.given.trust_pickle)
 
     def whole(
@@ -173,7 +171,10 @@ def export_as(
         return find_parts(path, base=to.hints.base, damaged=damaged)
 
     def write(parts: ModelFolders) -> Done:
-        return to.write(FolderToConvert(parts.folder, to.hints, parts), target, progress)
+        done = to.write(FolderToConvert(parts.folder, to.hints, parts), target, progress)
+        if target.is_dir():  # people may edit it, so it is no part of the receipt
+            write_card(target, parts.folder)
+        return done
 
     return target, with_valid(find, write)
 
@@ -183,14 +184,15 @@ def convert(
     target: Path,
     to: Target,
     progress: Progress = silent,
-    reading: Mapping[str, object] | None = None,
 ) -> Done:
     """Write ``folder`` as ``to`` says into the new folder ``target``, from file to file: no model
     is built, and memory does not grow with it. Raises ``CheckpointError`` or ``ModelError`` for
     damaged weights, a base that is missing, or a write that fails, ``OptionError`` for options that
-    mean nothing for this folder. ``reading`` has options of the folder's layout."""
-    hints = replace(to.hints, reading=reading or {})
-    return to.write(FolderToConvert(folder, hints), target, progress)
+    mean nothing for this folder."""
+    done = to.write(FolderToConvert(folder, to.hints), target, progress)
+    if files.exists(target / ADAPTER) and not files.exists(target / MANIFEST):
+        write_card(target, folder)
+    return done
 
 
 logger = logging.getLogger(__name__)

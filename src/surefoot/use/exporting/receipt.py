@@ -16,11 +16,11 @@ from ...model import base_identity
 from ...model.base_identity import BaseModel, FileIdentity
 from ...model.section import ModelSection
 from ...recipe.files import RUN_RECIPE
+from ...run.card import CARD
 from ...storage import files
 from ..model_loading import ModelFolders
 
 NAME = "receipt.json"
-CARD = "README.md"  # which people add
 _FORMAT = 1
 _LIMIT = 1 << 24  # bytes of a receipt
 _BASE = "base"  # the role of an adapter's base in the record

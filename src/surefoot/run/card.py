@@ -1,44 +1,88 @@
-"""The model card: what the weights are, what they were trained on and how, in the hub's form.
+"""The model card, ``README.md``: what the weights are, what they were trained on and how, in the
+form of a model hub.
 
 Everything in it was recorded when the run trained; nothing is looked up again. What is not known is
-omitted, or marked as unknown.
+omitted, or marked as unknown. A short one, without the recipe and folders of this machine, is left
+beside a run's checkpoints, an export and an adapter.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCardData
 from jinja2 import Template
 
-from ...checkpoint.disk.folder import load_trainer_state, open_checkpoint
-from ...checkpoint.disk.manifest import MANIFEST
-from ...checkpoint.layouts.detection import is_sequence_classification
-from ...errors import CheckpointError, RecipeError
-from ...recipe.files import ADAPTER, RUN_RECIPE, read_text
-from ...recipe.yaml import emit, parse
-from ...storage.files import read_json
-from ...training.callbacks.metric_files import PLOT
-from .contents import BASE, Publication
+from ..checkpoint.disk.folder import load_trainer_state, open_checkpoint
+from ..checkpoint.disk.manifest import MANIFEST
+from ..checkpoint.layouts.detection import is_sequence_classification
+from ..errors import CheckpointError, RecipeError, RunError
+from ..recipe.files import ADAPTER, RUN_RECIPE, read_text
+from ..recipe.yaml import emit, parse
+from ..storage import files
+from ..training.callbacks.metric_files import PLOT
 
+CARD = "README.md"
+BASE = "base_model_name_or_path"
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 LICENSES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "USE_POLICY.md")
 _NO_METRICS = ("step", "epoch")
+_MARK = (
+    "<!-- Written by surefoot train, and again whenever a run ends here. Without this line it is "
+    "kept. -->"
+)
 
 
-def model_card(contents: Publication, name: str, base: str | None, terms: str | None) -> str:
-    """The text of README.md for the repository ``name``. ``base`` is as ``base_name`` says,
-    ``terms`` the name of its license."""
-    folder, names = contents.folder, set(contents.files)
+def write_card(folder: Path, trained: Path, *, inside: str = "") -> None:
+    """Write the short card of ``folder``, whose weights are in its folder ``inside``; ``trained``
+    is the checkpoint that they are, or were made from. One that somebody has written or edited is
+    kept. Raises ``RunError``."""
+    origin, described, path = origin_of(trained) or trained, folder / inside, folder / CARD
+    with files.raising(RunError, "cannot write the model card"):
+        if files.exists(path) and not is_written_here(path):
+            return
+        names = files.names_in(described)
+        card = model_card(
+            described,
+            [*names, *([PLOT] if files.exists(folder / PLOT) else [])],
+            folder.absolute().name,
+            base_name(origin),
+            license_of(origin),
+            trained=trained,
+            opens=inside or folder.absolute().name,
+        )
+        files.write_aside(path, card.encode())
+
+
+def is_written_here(path: Path) -> bool:
+    """Whether the card at ``path`` is one of ``write_card``, and nobody's own."""
+    with files.open_file(path) as file:
+        return _MARK.encode() in files.read_all(file, 1 << 24)
+
+
+def model_card(
+    folder: Path,
+    names: Collection[str],
+    name: str,
+    base: str | None,
+    terms: str | None,
+    *,
+    trained: Path | None = None,
+    opens: str = "",
+) -> str:
+    """The text of README.md for the repository ``name`` with the files ``names`` of ``folder``.
+    ``base`` is as ``base_name`` says, ``terms`` the name of its license. ``opens`` is the folder
+    that the code of a short card opens, ``trained`` the checkpoint if it is another folder."""
+    described, folder = folder, trained or folder
     recipe, is_adapter = _recipe_in(folder), ADAPTER in names
     stage, method = _variant(recipe, "stage"), _variant(recipe, "method")
     has_gguf = any(each.endswith(".gguf") for each in names)
-    is_reward = is_sequence_classification(folder)
-    is_reward = is_reward or _json(folder / ADAPTER).get("task_type") == "SEQ_CLS"
+    is_reward = is_sequence_classification(described)
+    is_reward = is_reward or _json(described / ADAPTER).get("task_type") == "SEQ_CLS"
     manifest = open_checkpoint(folder).manifest if (folder / MANIFEST).is_file() else None
     step = None if manifest is None else manifest.step
     data = recipe.get("data") or {}
@@ -70,8 +114,10 @@ def model_card(contents: Publication, name: str, base: str | None, terms: str | 
         versions=manifest.versions if manifest else {},
         plot=PLOT if PLOT in names else None,
         metrics=_last_metrics(folder, step),
-        datasets=[*_datasets(data, _json(folder / "state.json"))],
-        recipe=emit(recipe) if recipe else None,
+        datasets=[*_datasets(data, _json(folder / "state.json"), is_short=bool(opens))],
+        opens=json.dumps(opens) if opens else "REPOSITORY" if recipe else None,
+        mark=_MARK if opens else None,
+        recipe=emit(recipe) if recipe and not opens else None,
     )
     return card.rstrip("\n") + "\n"
 
@@ -96,20 +142,29 @@ def license_files(origin: Path | None) -> Iterator[Path]:
 
 def license_of(origin: Path | None) -> str | None:
     """The license in the card of a base model that is on this machine."""
-    if origin is None or not (origin / "README.md").is_file():
+    if origin is None:
         return None
     try:
-        terms = ModelCard.load(origin / "README.md", ignore_metadata_errors=True).data.license
-    except (OSError, ValueError):
+        _, _, rest = read_text(origin / CARD).partition("---\n")
+        about = parse(rest.partition("\n---")[0]).data
+    except RecipeError:  # there is none, or it is damaged, which is no reason to end a run
         return None
+    terms = about.get("license") if isinstance(about, Mapping) else None
     return str(terms) if terms else None
 
 
-def _datasets(data: Mapping[str, Any], state: Mapping[str, Any]) -> Iterator[str]:
-    """Lines on the data: what the recipe calls it, and the hash of the encoded examples."""
+def _datasets(
+    data: Mapping[str, Any], state: Mapping[str, Any], *, is_short: bool
+) -> Iterator[str]:
+    """Lines on the data: what the recipe calls it, and the hash of the encoded examples. Short ones
+    have no folder of this machine."""
     for key in ("datasets", "eval_datasets"):
         if listed := data.get(key):
-            named = (each if isinstance(each, str) else json.dumps(each) for each in listed)
+            named = [each if isinstance(each, str) else json.dumps(each) for each in listed]
+            if is_short:
+                named = [each for each in listed if isinstance(each, str)]
+                named = [Path(each).name if Path(each).is_absolute() else each for each in named]
+                named += ["others"] * (len(named) < len(listed))
             yield f"`data.{key}`: {', '.join(f'`{each}`' for each in named)}"
     loader = state.get("loader")
     if isinstance(loader, dict) and (fingerprint := loader.get("dataset") or loader.get("content")):
@@ -134,7 +189,7 @@ def _recipe_in(folder: Path) -> dict[str, Any]:
 
 def _json(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        content = read_json(path)
+        content = files.read_json(path)
         return content if isinstance(content, dict) else {}
     return {}
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from ...batch import IGNORE_INDEX, Features
-from ...data.example import Dropped, Encoded, Example, Truncated, items_of
-from ...data.media.files import Seen, seen_in
-from ...data.text.codec import Codec
-from ...data.text.collation import num_trained
 from ...errors import counted
+from ...terminal_text import one_line
+from ..example import Dropped, Encoded, Example, Truncated, items_of
+from ..media.files import Seen, seen_in
+from .codec import Codec
+from .collation import num_trained
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,23 @@ def preview_example(
             for item in items_of(outcome)
         ],
     )
+
+
+_SPANS, _LENGTH = 8, 240  # of a line: spans, and characters of each
+
+
+def as_line(codec: Codec, item: Features) -> str:
+    """An encoded sequence in one line: what is trained on stands in ``[[ ]]``, and long spans
+    without their middle. Raises ``DataError`` as above."""
+    spans, parts, answer = _spans(codec, item), list[str](), None
+    for span in spans[:_SPANS]:
+        text, half = span.text, _LENGTH // 2
+        text = one_line(text if len(text) <= _LENGTH else f"{text[:half]} … {text[-half:]}")
+        name = f" {span.answer}: " if span.answer not in (None, answer) else ""
+        parts.append(name + (f"[[{text}]]" if span.learnt else text))
+        answer = span.answer
+    parts += [" …"] if len(spans) > _SPANS else []
+    return "".join(parts)
 
 
 def _spans(codec: Codec, item: Features) -> list[TextSpan]:
