@@ -40,7 +40,7 @@ def bodies(hub, name):
 
 def test_without_its_package_modelscope_is_refused_with_the_cure(monkeypatch):
     monkeypatch.setitem(sys.modules, "modelscope_hub", None)
-    with pytest.raises(HubError, match=r"owner/x is of ModelScope.*surefoot\[modelscope\]"):
+    with pytest.raises(HubError, match=r"owner/x is of ModelScope.*-e '\.\[modelscope\]'"):
         MODELSCOPE.snapshot("models", "owner/x")
 
 

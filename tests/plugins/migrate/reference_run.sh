@@ -33,7 +33,7 @@ has trainer_state.json log_history global_step
 for picture in training_loss.png training_eval_loss.png; do
     head -c 4 $picture | tail -c 3 | grep -q PNG
 done
-grep -q "fine-tuned on .alpaca_zh." README.md
+grep -q "data.datasets.: .alpaca_zh." README.md
 grep -q '"eos_token": "<|im_end|>"' tokenizer_config.json
 ls model*.safetensors config.json generation_config.json tokenizer.json chat_template.jinja \
     checkpoint-*/model*.safetensors > read

@@ -64,15 +64,3 @@ def test_the_evaluation_is_that_of_the_model_in_the_folder(tmp_path):
         assert found["eval_loss"] == expected
     assert json.loads((project.run / "train_results.json").read_text()) == {"train_loss": 1.0}
     assert not list(project.run.glob("*.png"))
-
-
-def test_a_card_that_somebody_has_made_their_own_is_kept(tmp_path):
-    project, path = Project(tmp_path, method="lora"), tmp_path / "run" / "README.md"
-    write_metrics(*ended(project), ())
-    assert "library_name: peft" in path.read_text()
-    path.write_text("an older one\n" + path.read_text())
-    write_metrics(*ended(project), ())
-    assert "an older one" not in path.read_text()
-    path.write_text("mine")
-    write_metrics(*ended(project), ())
-    assert path.read_text() == "mine"

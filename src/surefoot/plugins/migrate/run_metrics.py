@@ -1,5 +1,5 @@
-"""What people and scripts read of a run of LLaMA-Factory: its log, its metrics, pictures of its
-losses and a model card, by its names. The figures are those of ``metrics.jsonl`` and
+"""What people and scripts read of a run of LLaMA-Factory: its log, its metrics, and pictures of its
+losses, by its names. The figures are those of ``metrics.jsonl`` and
 ``all_results.json``."""
 
 from __future__ import annotations
@@ -13,19 +13,12 @@ from pathlib import Path
 
 from ...checkpoint.disk.strict_json import finite
 from ...errors import RunError
-from ...methods import METHODS
-from ...optim import OPTIMIZERS
 from ...recipe.recipe import Recipe
-from ...recipe.yaml import emit
-from ...schema import variant_name
-from ...stages import STAGES
 from ...storage import files
-from ...storage.remote import is_repository_name
 from ...training.arguments import Context
 from ...training.callback import Metrics, TrainerCallback, TrainerControl, TrainerState
 from ...training.callbacks.metric_files import curve_of, draw
 
-CARD = "README.md"
 _DOING = "cannot write the metrics"
 _LOGGED = {  # name in metrics.jsonl -> name in its log
     "loss": "loss",
@@ -36,7 +29,6 @@ _LOGGED = {  # name in metrics.jsonl -> name in its log
     "epoch": "epoch",
 }
 _TRAIN = ("epoch", "total_flos", "num_input_tokens_seen")  # beside train_...
-_MARK = "<!-- Written by surefoot train when a run ends. Without this line it is kept. -->"
 
 
 @dataclass
@@ -104,8 +96,8 @@ def _complete(content: bytes) -> list[dict[str, object]]:
 
 
 def write_metrics(recipe: Recipe, state: TrainerState, pictures: Sequence[str]) -> None:
-    """Write ``train_results.json`` and ``eval_results.json``, ``training_NAME.png`` of the metrics
-    ``pictures``, and the card. The evaluation is that of the step whose model is in the folder."""
+    """Write ``train_results.json`` and ``eval_results.json``, and ``training_NAME.png`` of the
+    metrics ``pictures``. The evaluation is that of the step whose model is in the folder."""
     folder = recipe.train.folder
     evaluations = {record["step"]: record for record in state.log_history if "eval_loss" in record}
     best = state.best_global_step if recipe.train.load_best_model_at_end else None
@@ -119,40 +111,7 @@ def write_metrics(recipe: Recipe, state: TrainerState, pictures: Sequence[str]) 
             if metrics:
                 text = json.dumps(finite(metrics), indent=4, sort_keys=True) + "\n"
                 files.write_aside(folder / f"{part}_results.json", text.encode())
-        card = folder / CARD
-        if not card.exists() or _MARK in card.read_text("utf-8", errors="replace"):
-            files.write_aside(card, model_card(recipe, list(evaluations.values())).encode())
     for name in pictures:
         points = curve_of(state, name)
         if points[0]:
             draw(folder / f"training_{name.replace('/', '_')}.png", {name: points}, name)
-
-
-def model_card(recipe: Recipe, evaluations: Sequence[Metrics]) -> str:
-    """A short card: what was trained on what and how, its evaluations, and what opens it."""
-    train, place = recipe.train, recipe.model.path
-    method = variant_name(METHODS, recipe.method)
-    is_id = is_repository_name(place)  # the hub links ids; names of folders would lead nowhere
-    about: dict[str, object] = {"base_model": place} if is_id else {}
-    library = "transformers" if recipe.method.saves_base_model else "peft"
-    about |= {"library_name": library, "license": "other", "tags": ["surefoot", method]}
-    datasets = ", ".join(f"`{name}`" for name in recipe.data.datasets)
-    optimizer = getattr(recipe.optim, "learning_rate", None)
-    lines = [
-        f"---\n{emit(about)}---\n{_MARK}\n\n# {train.folder.name}\n",
-        f"`{place if is_id else Path(place).name}`, fine-tuned on {datasets}. How: `recipe.yaml`.",
-        "\n| setting | value |\n|---|---|",
-        f"| stage, method | {variant_name(STAGES, recipe.stage)}, {method} |",
-        f"| optimizer | {variant_name(OPTIMIZERS, recipe.optim)}, learning rate {optimizer} |",
-        f"| examples of a step | {train.global_batch_size} |",
-        f"| epochs | {train.num_epochs} |",
-        f"| seed | {train.seed} |",
-    ]
-    if evaluations:
-        clock = ("_runtime", "_per_second")
-        names = [name for name in evaluations[-1] if not name.endswith(clock)]
-        lines += [f"\n| {' | '.join(names)} |", "|---" * len(names) + "|"]
-        for record in evaluations:
-            lines.append(f"| {' | '.join(f'{record.get(name, math.nan):.5g}' for name in names)} |")
-    lines.append(f"\nIt opens with {library}, and by its folder with every command of Surefoot.\n")
-    return "\n".join(lines)
