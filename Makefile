@@ -69,6 +69,7 @@ pictures: $(STAMP)  ## take the pictures and recorded commands of README and doc
 	$(BIN)/python tests/docs/record.py
 	PICTURES=docs/img $(BIN)/pytest -m proof -o faulthandler_timeout=3600 tests/plugins/board/test_pictures.py
 	cd benchmarks && ../$(BIN)/python learning.py --stages rm,dpo,kto,ppo --draw ../docs/img/learning.svg
+	cd benchmarks && ../$(BIN)/python loss_curves.py
 
 architectures: $(STAMP)  ## try every architecture, and write the table in docs/architectures.md
 	OMP_NUM_THREADS=1 $(BIN)/python tests/zoo/page.py

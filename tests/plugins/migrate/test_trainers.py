@@ -208,3 +208,11 @@ def test_a_file_whose_program_is_certain_is_read_as_a_recipe(tmp_path):
         load_converted(convert([str(path)], "transformers"))
     with pytest.raises(RecipeError, match=r"--from trl: expected one of .*, trl-sft"):
         convert([str(path)], "trl")
+
+
+def test_arguments_as_they_write_themselves_are_read_from_a_file(tmp_path):
+    arguments = transformers.TrainingArguments(output_dir="o", learning_rate=3e-4, hub_token="t")
+    (file := tmp_path / "args.json").write_text(arguments.to_json_string())
+    assert "<HUB_TOKEN>" in file.read_text()
+    recipe = commands.ok("recipe", "convert", "--from", "transformers", file)
+    assert "learning_rate: 0.0003" in recipe

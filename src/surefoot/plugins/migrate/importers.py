@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -89,7 +89,11 @@ class TrainerImporter(Importer):
         return programs_of(data) == [self.name]
 
     def convert(self, document: Document, overrides: Overrides) -> ConvertedFile:
-        """By its own table and rules."""
+        """By its own table and rules. ``to_json_string`` of the arguments has ``do_train``, which
+        no trainer reads, and a mask such as ``<HUB_TOKEN>`` in place of each token."""
+        if isinstance(data := document.data, Mapping):
+            read = {n: v for n, v in data.items() if n != "do_train" and v != f"<{n.upper()}>"}
+            document = replace(document, data=read)
         return convert_trainer(self.program, document, overrides)
 
     def convert_object(self, arguments: object) -> ConvertedFile | None:
