@@ -86,7 +86,8 @@ def trainer(
             if "lora_B" in name:
                 parameter.normal_(std=0.1)
     codec = codec or Codec(folders.tokenizer(), None, recipe.data)
-    parts = RunParts.around(recipe, codec, folder)
+    written = replace(recipe, stage=SFT(), method=Full())  # a test's own have no name in a recipe
+    parts = RunParts.around(recipe, codec, folder, written=written)
     draft = Draft(folder, recipe.model, None, world, parts.models.policy.options)
     draft.inner, draft.module, draft.sharing = inner, model, sharing
     fuse_head(draft, REAL)

@@ -22,7 +22,9 @@ class Prefer(Stage):
     """Chosen answers are to be likelier than rejected ones."""
 
     spec: ClassVar = OutputSpec(("logps",))
-    encode = None  # its examples are encoded already
+
+    def encode(self, examples, codec):
+        raise AssertionError("its examples are encoded already")
 
     def collate(self, features, *, packing):
         return collate_pairs(features, packing=packing)

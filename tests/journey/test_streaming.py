@@ -13,7 +13,7 @@ from surefoot.errors import DataError, RecipeError
 from surefoot.model.loading import resolve
 from surefoot.recipe.recipe import load
 from surefoot.recipe.recipe_data import encoding_of
-from surefoot.run.policy import build_codec
+from surefoot.run.parts import build_codec
 from test_never_lost import assert_no_worse_for_it, killed_again_and_again
 
 MANY = 60

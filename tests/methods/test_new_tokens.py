@@ -18,7 +18,7 @@ from surefoot.methods import LoRA
 from surefoot.model.expansion import note_new_tokens
 from surefoot.recipe.recipe import load
 from surefoot.run.assembly import build
-from surefoot.run.policy import build_codec
+from surefoot.run.parts import build_codec
 from surefoot.use import export, open_model
 
 PLAIN = {"lora": {"rank": 2}}
