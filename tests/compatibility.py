@@ -81,7 +81,7 @@ def run(name):
     )
     found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
     record |= json.loads(found.stdout)
-    command = [python, "-m", "pytest", "-q", "-n", "3", "--dist", "worksteal", *tests]
+    command = [python, "-m", "pytest", "-n", "3", "--dist", "worksteal", *tests]
     command += ["-p", "no:cacheprovider"]
     ended = subprocess.run(command, cwd=PROJECT, stdout=subprocess.PIPE, text=True)
     print(ended.stdout[-4000:])
