@@ -8,8 +8,9 @@ a section with some of its settings.
 from __future__ import annotations
 
 import dataclasses
+import re
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ..errors import RecipeError
 from ..schema import Keys, Setting, expand, is_text, setting_at, settings
@@ -154,3 +155,38 @@ def _merge(setting: Setting | None, old: object, new: object) -> object:
     if typing.get_origin(setting.hint) is Mapping and isinstance(old, Mapping):
         return {**old, **new} if isinstance(new, Mapping) else new
     return new
+
+
+_KEY = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)
+
+
+def read_arguments(
+    words: Sequence[str], takes_several: Callable[[str], bool]
+) -> tuple[dict[str, list[str]], list[str]]:
+    """The values of each argument of another program's ``--name value ...``, and the overrides of a
+    recipe among them, which have a dot before ``=``. Raises ``RecipeError``: a value belongs to no
+    argument, or an argument occurs twice."""
+    values: dict[str, list[str]] = {}
+    overrides: list[str] = []
+    name = ""
+    for word in words:
+        if _KEY.fullmatch(word):
+            key, equals, value = word[2:].partition("=")
+            name = key.replace("-", "_")
+            if name in values:
+                raise RecipeError(f"command line: --{name} occurs twice; keep one")
+            values[name] = [value] if equals else []
+        elif _is_override(word):
+            overrides.append(word)
+        elif not name or (values[name] and not takes_several(name)):
+            raise RecipeError(f"command line: {word!r} belongs to no argument; write --name value")
+        else:
+            values[name].append(word)
+    return values, overrides
+
+
+def _is_override(word: str) -> bool:
+    """Whether a word sets a field of a recipe: ``optim.adamw.learning_rate=1e-5``."""
+    path, equals, _ = word.partition("=")
+    # A path of a file may have a dot and an equals sign, too.
+    return bool(equals) and "." in path and "/" not in path

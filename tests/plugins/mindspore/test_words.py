@@ -35,6 +35,7 @@ def test_a_training_is_the_file_with_the_words_in_it(config, tmp_path):
     expected = {"num_epochs": 3, "micro_batch_size": 2, "global_batch_size": 2, "max_steps": 4}
     assert expected.items() <= data["train"].items()
     assert "parallel" not in data
+    assert "not used: register_path" in converted.notes
 
 
 def test_a_prediction_has_its_prompts(config):

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ...errors import RecipeError
-from ...recipe.overrides import Overrides
+from ...recipe.overrides import Overrides, read_arguments
 from ...recipe.yaml import Document, parse_argument, parse_text
 from ...schema import Keys, Problem
 from .arguments import ARGUMENTS, RefusedError
 from .rules import GivenArguments
 from .templates import same_template
 
-_KEY = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)
 _LINE = "command line"
 
 _TEXT = ("default", "fewshot", "empty")  # templates without turns
@@ -130,32 +128,10 @@ def _weights(arguments: GivenArguments) -> list[str]:
 def read_command_line(words: Sequence[str]) -> tuple[Document, list[str]]:
     """The values by argument, and Surefoot's own overrides among them, which have a dot before
     ``=``. Raises ``RecipeError``: a value belongs to no argument, or an argument occurs twice."""
-    values: dict[str, list[str]] = {}
-    overrides: list[str] = []
-    key = ""
-    for word in words:
-        if _KEY.fullmatch(word):
-            key, equals, value = word[2:].partition("=")
-            key = key.replace("-", "_")
-            if key in values:
-                raise RecipeError(f"{_LINE}: --{key} occurs twice; keep one")
-            values[key] = [value] if equals else []
-        elif _is_override(word):
-            overrides.append(word)
-        elif not key or (values[key] and not _takes_several(key)):
-            raise RecipeError(f"{_LINE}: {word!r} belongs to no argument; write --name value")
-        else:
-            values[key].append(word)
+    values, overrides = read_arguments(words, _takes_several)
     data = {key: _value(key, words) for key, words in values.items()}
     origins: dict[Keys, str] = {(key,): f"{_LINE}: --{key}" for key in data}
     return Document(data, _LINE, overrides=origins), overrides
-
-
-def _is_override(word: str) -> bool:
-    """Whether a word sets a field of a recipe: ``optim.adamw.learning_rate=1e-5``."""
-    path, equals, _ = word.partition("=")
-    # A path of a file may have a dot and an equals sign, too.
-    return bool(equals) and "." in path and "/" not in path
 
 
 def _takes_several(key: str) -> bool:

@@ -47,6 +47,15 @@ class MindSporeSaves(TrainerCallback):
         except CheckpointError as error:
             raise ValueError(str(error)) from None
 
+    def on_train_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
+        """A launch that was killed may have left its last checkpoint unconverted."""
+        step, run = state.global_step, args.output_dir
+        is_left = (run / f"checkpoint-{step}").is_dir() and not (
+            run / _FOLDER.format(step)
+        ).exists()
+        if state.is_world_process_zero and is_left:
+            self.on_save(args, state, control)
+
     def on_save(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
         """Write it now, or after the one that is being written."""
         if self.checkpoints == "best" and state.best_global_step != state.global_step:
@@ -60,8 +69,9 @@ class MindSporeSaves(TrainerCallback):
 
     def on_train_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
         """Wait for those that are left."""
-        while self._child is not None:
-            self._child.process.wait()
+        while self._child is not None or self._due:
+            if self._child is not None:
+                self._child.process.wait()
             self._continue(args.output_dir)
 
     def _continue(self, run: Path) -> None:
@@ -98,5 +108,5 @@ class MindSporeSaves(TrainerCallback):
         logger.info("wrote %s", run / name)
         if self.checkpoints != "all":
             for folder in run.glob(_FOLDER.format("*")):
-                if folder.name != name:
+                if folder.name != name and folder.name.rpartition("-")[2].isdecimal():
                     shutil.rmtree(folder, ignore_errors=True)

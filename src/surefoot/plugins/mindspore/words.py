@@ -6,7 +6,6 @@ Each is a key of the file that it replaces, or needs nothing here.
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +13,11 @@ from typing import Any
 
 from ...errors import RecipeError
 from ...recipe.files import read_text
+from ...recipe.overrides import read_arguments
 from ...recipe.yaml import Document, parse, parse_argument
 from ...schema import Keys
 
 _LINE = "command line"
-_KEY = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)
-_OVERRIDE = re.compile(r"[\w]+(\.\w+)+=.*", re.DOTALL)
 _TOP = (
     *("run_mode", "seed", "output_dir", "use_parallel", "load_checkpoint", "load_ckpt_format"),
     *("pretrained_model_dir", "auto_trans_ckpt", "src_strategy_path_or_dir", "resume_training"),
@@ -46,7 +44,9 @@ def read_words(words: Sequence[str]) -> tuple[Document, list[str]] | None:
     None without ``--config``. Raises ``RecipeError``: a word that is none of theirs."""
     if not any(word.partition("=")[0] == "--config" for word in words):
         return None
-    values, overrides = _parsed(words)
+    values, overrides = read_arguments(words, lambda name: name == "predict_data")
+    if empty := [name for name, given in values.items() if not given]:
+        raise RecipeError(f"{_LINE}: --{empty[0]}: expected a value")
     if odd := [name for name in values if name not in _ALL]:
         close = difflib.get_close_matches(odd[0], _ALL, n=1)
         hint = f" (did you mean --{close[0]}?)" if close else ""
@@ -60,8 +60,10 @@ def read_words(words: Sequence[str]) -> tuple[Document, list[str]] | None:
         *sections, key = _PLACES[name]
         inner = data
         for section in sections:
-            inner[section] = inner = dict(inner.get(section) or {})
+            copied = dict(inner.get(section) or {})
+            inner[section], inner = copied, copied
         inner[key] = _value(name, values[name])
+    data |= {name: values[name][0] for name in values if name in _NOTHING}  # said as "not used"
     origins: dict[Keys, str] = {
         _PLACES[name]: f"{_LINE}: --{name}" for name in values if name in _PLACES
     }
@@ -70,29 +72,6 @@ def read_words(words: Sequence[str]) -> tuple[Document, list[str]] | None:
             overrides.insert(0, f"{setting}=[{', '.join(map(_absolute, values[name]))}]")
     named = [f"{_SETTINGS[name]}={values[name][0]}" for name in values if name in _SETTINGS]
     return replace(document, data=data, overrides=origins), [*named, *overrides]
-
-
-def _parsed(words: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """The values of each argument, and what overrides a recipe."""
-    values: dict[str, list[str]] = {}
-    overrides: list[str] = []
-    name = ""
-    for word in words:
-        if _KEY.fullmatch(word):
-            key, equals, value = word[2:].partition("=")
-            name = key.replace("-", "_")
-            if name in values:
-                raise RecipeError(f"{_LINE}: --{name} occurs twice; keep one")
-            values[name] = [value] if equals else []
-        elif _OVERRIDE.fullmatch(word):
-            overrides.append(word)
-        elif not name or (values[name] and name != "predict_data"):
-            raise RecipeError(f"{_LINE}: {word!r} belongs to no argument; write --name value")
-        else:
-            values[name].append(word)
-    if empty := [key for key, value in values.items() if not value]:
-        raise RecipeError(f"{_LINE}: --{empty[0]}: expected a value")
-    return values, overrides
 
 
 def _value(name: str, values: Sequence[str]) -> object:
