@@ -49,11 +49,9 @@ class MindSporeSaves(TrainerCallback):
 
     def on_train_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
         """A launch that was killed may have left its last checkpoint unconverted."""
-        step, run = state.global_step, args.output_dir
-        is_left = (run / f"checkpoint-{step}").is_dir() and not (
-            run / _FOLDER.format(step)
-        ).exists()
-        if state.is_world_process_zero and is_left:
+        saved = args.output_dir / f"checkpoint-{state.global_step}"
+        written = args.output_dir / _FOLDER.format(state.global_step)
+        if state.is_world_process_zero and saved.is_dir() and not written.exists():
             self.on_save(args, state, control)
 
     def on_save(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
