@@ -376,13 +376,13 @@ def exchange(url: str, body: Mapping[str, object] | None, seconds: float) -> str
 
 
 def _opener(url: str) -> urllib.request.OpenerDirector:
-    """A server of this machine is asked directly: no proxy could reach it."""
+    """A server of this machine is reached directly: no proxy could reach it."""
     is_here = is_loopback(urlsplit(url).hostname or "")
     return urllib.request.build_opener(*[urllib.request.ProxyHandler({})] * is_here)
 
 
 def _proxy(url: str) -> str:
-    """For a message: the proxy that was asked, if any. What it refuses, the server never saw."""
+    """For a message: the proxy on the way, if any. What it refuses, the server never saw."""
     scheme, host = urlsplit(url).scheme, urlsplit(url).hostname or ""
     proxy = urllib.request.getproxies().get(scheme)
     if not proxy or is_loopback(host) or urllib.request.proxy_bypass(host):
