@@ -85,6 +85,7 @@ class ReplicaShare:
 
     index: int = 0
     count: int = 1
+    is_first: bool = True  # whether this rank is the first one of the replica
 
     def of(self, requests: Sequence[Request]) -> list[Request]:
         """Those of this replica, the longest prompts first. Equal prompts, which are computed

@@ -81,6 +81,10 @@ class World:
             position = position * self.size_along(axis) + place.get(axis, 0)
         return position
 
+    def is_first_of(self, *axes: str) -> bool:
+        """Whether this is the first of the ranks that have the same position along ``axes``."""
+        return all(self.rank_along(axis) == 0 for axis in self.axes if axis not in axes)
+
     def along(self, axis: str) -> MeshAxis:
         """The ranks along an axis, which communicate with this one."""
         assert self.mesh is not None
@@ -141,8 +145,8 @@ class World:
 
     def summed(self, values: torch.Tensor) -> torch.Tensor:
         """The same for values on a device, without waiting for them."""
-        counts = all(self.rank_along(axis) == 0 for axis in self.axes if axis not in DATA_AXES)
-        return self._reduced(values if counts else torch.zeros_like(values), dist.ReduceOp.SUM)
+        once = values if self.is_first_of(*DATA_AXES) else torch.zeros_like(values)
+        return self._reduced(once, dist.ReduceOp.SUM)
 
     def totals(self, values: torch.Tensor) -> torch.Tensor:
         """Each value summed over all ranks, on its device."""
