@@ -25,6 +25,7 @@ from ..generate.section import GenerateSection
 from ..model.loading import device
 from ..model.numerics import derive
 from ..network.network import Network
+from ..parallel.progress import wait_for_ranks
 from ..parallel.world import World
 from ..schema.locations import FunctionPath
 from .kept_rollouts import Recorded
@@ -84,7 +85,7 @@ class NetworkContext:
                 computed.append((positions, torch.stack(each_double)))
         # Read at the end: the host would wait for a GPU after each micro-batch.
         for positions, values_XN in computed:
-            all_values[:, positions] = values_XN.cpu()
+            all_values[:, positions] = wait_for_ranks(values_XN.cpu)
         all_values = self.world.summed(all_values).to(dtype)
         rows = torch.split(all_values, counts, dim=1)
         return [Outputs(**dict(zip(spec.outputs, row, strict=True))) for row in rows]
@@ -105,7 +106,7 @@ class NetworkContext:
         shape = computed[0][1].shape[1:]
         results = torch.zeros(len(examples), *shape, dtype=torch.float64)
         for items, rows in computed:  # read at the end, as above
-            results[torch.from_numpy(items)] += rows[: len(items)].cpu()
+            results[torch.from_numpy(items)] += wait_for_ranks(rows[: len(items)].cpu)
         return self.world.summed(results).numpy()
 
     def generate(
