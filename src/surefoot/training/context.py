@@ -31,10 +31,10 @@ from ..schema.locations import FunctionPath
 from .kept_rollouts import Recorded
 from .out_of_memory import MemoryGuard
 from .rewards import (
+    NO_TEXTS,
     Rewarded,
     RewardProcess,
     RewardResult,
-    RewardTask,
     computed,
     rewarded,
     stepped,
@@ -133,24 +133,21 @@ class NetworkContext:
         self, rewards: Rewards, rollouts: Rollouts, seconds: float, on_error: OnError
     ) -> Rewarded:
         """Of each reward those of all rollouts; tasks run on rank 0. Raises ``RunError``."""
-        results = [self._rewarded(rewards, rollouts, seconds, on_error) for _ in range(self.times)]
+        has_tasks = self.world.is_main and any(r.task is not None for r in rewards.values())
+        texts = texts_of(rollouts, self.codec) if has_tasks else NO_TEXTS
+        results = list[Rewarded]()
+        for _ in range(self.times):
+            by_reward = list[RewardResult]()
+            for role, reward in rewards.items():
+                if reward.task is not None:
+                    task = partial(computed, self.process, reward.task, texts, seconds, on_error)
+                    by_reward.append(self.world.on_main(task))
+                else:
+                    items = [rollout.features(0.0) for rollout in rollouts]
+                    by_reward.append(RewardResult(self.reduce(role, items, _scores).tolist()))
+            results.append(rewarded(by_reward))
         self.recorded.append(Recorded(rollouts, rewards, results))
         return results[0]
-
-    def _rewarded(
-        self, rewards: Rewards, rollouts: Rollouts, seconds: float, on_error: OnError
-    ) -> Rewarded:
-        def computed_here(task: RewardTask) -> RewardResult:
-            return computed(self.process, task, texts_of(rollouts, self.codec), seconds, on_error)
-
-        results = list[RewardResult]()
-        for role, reward in rewards.items():
-            if reward.task is not None:
-                results.append(self.world.on_main(partial(computed_here, reward.task)))
-            else:
-                items = [rollout.features(0.0) for rollout in rollouts]
-                results.append(RewardResult(self.reduce(role, items, _scores).tolist()))
-        return rewarded(results)
 
     @torch.no_grad()
     def _batches(

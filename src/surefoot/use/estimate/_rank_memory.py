@@ -23,7 +23,7 @@ from ...optim.bf16_weights import offloaded_size, update_size
 from ...parallel.launcher import num_processes
 from ...recipe.recipe import Recipe
 from ...recipe.recipe_data import find_base
-from ...run.code_files import code_of
+from ...run.code_files import check_functions
 from ...run.parts import build_codec, collation_of
 from ...training.context import blank_examples
 from ._batches import (
@@ -73,7 +73,7 @@ class PlanBase:
 
 def plan_base(recipe: Recipe, machine: Machine) -> PlanBase:
     """The data and the length of a run. Raises as ``plan.make_plan``."""
-    code_of(recipe)  # a function that is missing is an error here, not when the run begins
+    check_functions(recipe)  # a function that is missing is an error here, not when the run begins
     base = find_base(recipe, weights=False)
     codec = build_codec(recipe, base)
     examples = examples_of(recipe, codec)
