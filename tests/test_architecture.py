@@ -196,6 +196,21 @@ def test_only_these_rooms_know_the_recipe():
                 assert part(file) in KNOW_THE_RECIPE, file
 
 
+def by_position(tree):
+    """The places in a mesh that a module finds by arithmetic with a rank, or with a size."""
+    of_order = ast.FloorDiv | ast.Mod
+    found = [n for n in ast.walk(tree) if isinstance(n, ast.BinOp) and isinstance(n.op, of_order)]
+    return [n for n in found if re.search(r"\bworld\.(rank|size|tp|pp)\b", ast.unparse(n))]
+
+
+def test_nobody_finds_its_place_in_the_mesh_but_by_the_name_of_an_axis():
+    for file, tree in FILES.items():
+        assert not by_position(tree), f"{file}: {[ast.unparse(n) for n in by_position(tree)]}"
+    assert by_position(ast.parse("world.rank == index * (self.world.size // count)"))
+    assert by_position(ast.parse("world.rank % world.tp"))
+    assert not by_position(ast.parse("world.rank_along('tp') * 2"))
+
+
 def test_the_core_names_no_other_trainer():
     """Of another program's words, comments and docstrings alone speak, and rows of TRL's form."""
     for file, tree in FILES.items():

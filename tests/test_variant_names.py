@@ -136,6 +136,15 @@ def _target(node):
     return ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else None
 
 
+def test_every_variant_is_a_frozen_dataclass_of_its_room():
+    """As docs/architecture.md says."""
+    for folder, _, kind in variants():
+        trees = [tree for file, tree in TREES.items() if (SRC / folder) in file.parents]
+        nodes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+        (node,) = [node for node in nodes if node.name == kind]
+        assert "frozen=True" in ast.unparse(node.decorator_list[0]), kind
+
+
 def test_the_tables_of_other_programs_are_still_there():
     for place, name in FOREIGN_TABLES:
         assert name in {_target(node) for node in TREES[SRC / place].body}
