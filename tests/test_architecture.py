@@ -1,5 +1,4 @@
-"""The shape of the house: rows, no cycles, no hidden imports, nothing too long, and no line that
-asks which variant it has."""
+"""The shape of the house: rows, no cycles, no hidden imports, and nothing too long."""
 
 import ast
 import functools
@@ -48,9 +47,6 @@ OPENING = {"open", "read_text", "read_bytes", "fdopen"}
 
 KNOW_THE_RECIPE = {"recipe", "run", "use", "cli"}
 KNOW_THE_RECIPE |= {"plugins"}
-VARIANTS = ("stages", "methods", "optim", "data/rows/formats", "checkpoint/layouts")
-FOREIGN = ("plugins/migrate",)  # the words of other programs
-COMMON = {"full"}  # names that are more than a variant's: the layout of a checkpoint, for one
 
 LEVEL = {"__init__": -2, "__main__": -1} | {n: i for i, row in enumerate(ROWS) for n in row}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -200,44 +196,19 @@ def test_only_these_rooms_know_the_recipe():
                 assert part(file) in KNOW_THE_RECIPE, file
 
 
-def variants():
-    """The classes and names of all variants, with the folder that may know them."""
-    for folder in VARIANTS:
-        for node in ast.walk(FILES[ROOT / folder / "__init__.py"]):
-            if isinstance(node, ast.Dict):
-                for key, value in zip(node.keys, node.values, strict=True):
-                    if isinstance(key, ast.Constant):
-                        yield folder, key.value, ast.unparse(value).split("(")[0]
+def by_position(tree):
+    """The places in a mesh that a module finds by arithmetic with a rank, or with a size."""
+    of_order = ast.FloorDiv | ast.Mod
+    found = [n for n in ast.walk(tree) if isinstance(n, ast.BinOp) and isinstance(n.op, of_order)]
+    return [n for n in found if re.search(r"\bworld\.(rank|size|tp|pp)\b", ast.unparse(n))]
 
 
-def test_nobody_asks_which_variant_it_is():
-    """What differs between variants is a method or a field, which each of them has."""
-    known = list(variants())
-    assert len(known) > 10
+def test_nobody_finds_its_place_in_the_mesh_but_by_the_name_of_an_axis():
     for file, tree in FILES.items():
-        room = file.relative_to(ROOT).parent.as_posix()
-        if room.startswith(FOREIGN):
-            continue
-        foreign = [(name, kind) for folder, name, kind in known if not room.startswith(folder)]
-        kinds = {kind for _, kind in foreign}
-        names = {name for name, _ in foreign} - COMMON
-        for node in ast.walk(tree):
-            assert not _checks_a_class(node, kinds), f"{file}:{node.lineno}"
-            assert not _compares_a_name(node, names), f"{file}:{node.lineno}"
-
-
-def _checks_a_class(node, kinds):
-    if not (isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass")):
-        return False
-    checked = [n.id for n in ast.walk(node.args[1]) if isinstance(n, ast.Name)]
-    return bool(kinds & set(checked))
-
-
-def _compares_a_name(node, names):
-    if not isinstance(node, ast.Compare):
-        return False
-    constants = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
-    return bool(names & {value for value in constants if isinstance(value, str)})
+        assert not by_position(tree), f"{file}: {[ast.unparse(n) for n in by_position(tree)]}"
+    assert by_position(ast.parse("world.rank == index * (self.world.size // count)"))
+    assert by_position(ast.parse("world.rank % world.tp"))
+    assert not by_position(ast.parse("world.rank_along('tp') * 2"))
 
 
 def test_the_core_names_no_other_trainer():

@@ -1,10 +1,15 @@
 """The boxes that a mesh cuts."""
 
+import itertools
+
+import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.parallel.sharding import Box, Mesh, is_covered_once
+from surefoot.parallel import sharding
+from surefoot.parallel.sharding import AXES, Box, Mesh, is_covered_once
 
 
 def test_the_axes_of_a_mesh_are_those_of_a_run():
@@ -42,3 +47,18 @@ def test_with_tp_every_rank_has_the_rows_of_a_run(length, shards, parts, copies)
             shard, part = divmod(rank % (shards * parts), parts)
             expected = rows.chunk(parts)[part].chunk(shards)[shard]
             assert rows[box.start[0] : box.stop[0]].tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(AXES)], ids="-".join)
+def test_in_any_order_of_the_axes_a_box_has_the_ranks_at_its_place(order, monkeypatch):
+    monkeypatch.setattr(sharding, "AXES", order)
+    mesh = Mesh(dp_replicate=2, dp_shard=3, tp=2)
+    assert [*mesh.axes] == [axis for axis in order if axis != "pp"]
+    shape = [*mesh.axes.values()]
+    places = dict(zip(mesh.axes, np.indices(shape), strict=True))
+    for ranks, box in mesh.boxes((12, 3)):
+        rows = np.arange(12).reshape(2, 3, 2)  # by tp, then by dp_shard
+        at = [np.unravel_index(rank, shape) for rank in ranks]
+        expected = {tuple(rows[places["tp"][i], places["dp_shard"][i]]) for i in at}
+        assert expected == {tuple(range(box.start[0], box.stop[0]))}
+        assert {places["dp_replicate"][i] for i in at} == {0, 1}

@@ -34,7 +34,7 @@ from surefoot.parallel._watchdog import (
     limit_of,
     message_of,
 )
-from surefoot.parallel.progress import DATA, Progress
+from surefoot.parallel.progress import DATA, Progress, wait_for_ranks
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.watchdog import watched
 from surefoot.parallel.world import ALONE
@@ -113,6 +113,29 @@ def test_of_a_rank_that_is_stopped_the_system_tells(tmp_path):
     assert (told["rank"], told["waiting"]) == (0, [1])
     assert "it is stopped (SIGSTOP or job control)" in told["message"]
     assert told["ranks"][0]["stack"] == ""
+
+
+def test_a_rank_that_works_for_all_is_named_and_not_one_of_those_that_wait(tmp_path):
+    """Its work is called by what the others wait in."""
+    told = hung(tmp_path, lambda world: world.on_main(lambda: time.sleep(60)))
+    assert (told["rank"], told["waiting"]) == (0, [1])
+    assert "it is at" in told["message"]
+
+
+def test_a_wait_that_no_frame_of_torch_shows_is_known_by_its_mark(tmp_path):
+    """As for a device: a call of C, from anywhere."""
+
+    def work(world):
+        if world.rank:
+            time.sleep(60)
+        wait_for_ranks(time.sleep, 60)
+
+    told = hung(tmp_path, work)
+    assert (told["rank"], told["waiting"]) == (1, [0])
+    waiting = told["ranks"][0]
+    assert f"{Path(__file__).name}:" in waiting["place"] and "in work" in waiting["place"]
+    assert waiting["collective"].startswith(f"{__file__} work < ")
+    assert wait_for_ranks.__name__ == _watchdog.MARK
 
 
 @pytest.mark.proof

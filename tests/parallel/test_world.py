@@ -1,5 +1,6 @@
 """Who this process is, and what a recipe's axes make of so many processes."""
 
+import itertools
 import logging
 import math
 import os
@@ -9,11 +10,15 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
 import commands
 import ranks
+from each import each
 from surefoot import log
 from surefoot.errors import LostPeerError, RecipeError, RunError
+from surefoot.generate.generation import ReplicaShare
+from surefoot.network.network import Network
 from surefoot.parallel.section import ParallelSection, launched, name_ranks
 from surefoot.parallel.sharding import AXES
 from surefoot.parallel.world import ALONE, World, connected, gpu_of, joined
@@ -145,6 +150,7 @@ def placed(rank, *shape, names=AXES):
     """A rank of a mesh, without a process group."""
     place = [int(n) for n in np.unravel_index(rank, shape)]
     mesh = SimpleNamespace(shape=shape, mesh_dim_names=names, get_coordinate=lambda: place)
+    mesh.mesh = torch.arange(math.prod(shape)).reshape(shape)
     return World(rank, math.prod(shape), mesh)
 
 
@@ -158,14 +164,41 @@ def test_those_who_work_on_the_same_examples_have_one_share_of_them():
     assert (ALONE.data_rank, ALONE.num_data_ranks, ALONE.tp, ALONE.pp) == (0, 1, 1, 1)
 
 
-def test_no_answer_depends_on_the_order_of_the_axes():
-    """Also of one more, along which ranks see the same examples."""
-    names, shape = ("tp", "dp_shard", "cp", "pp", "dp_replicate"), (2, 2, 2, 1, 2)
-    worlds = [placed(rank, *shape, names=names) for rank in range(16)]
-    shares = {(w.rank_along("tp"), w.rank_along("cp"), w.data_rank) for w in worlds}
-    assert len(shares) == 16
-    assert {world.num_data_ranks for world in worlds} == {4}
-    assert {world.data_rank for world in worlds} == {0, 1, 2, 3}
+SIZES = {"pp": 2, "dp_replicate": 3, "dp_shard": 2, "tp": 2, "cp": 2}  # and one that is new
+
+
+@each(itertools.permutations(SIZES), "-".join)
+def test_no_answer_depends_on_the_order_of_the_axes(names):
+    """Every rank has the coordinates, shares and groups that numpy gives a mesh of this order."""
+    shape = [SIZES[axis] for axis in names]
+    every = np.arange(math.prod(shape)).reshape(shape)
+    tables = dict(zip(names, np.indices(shape), strict=True))  # the coordinates of all ranks
+    data = tables["dp_replicate"] * SIZES["dp_shard"] + tables["dp_shard"]
+    is_same = sum(tables[axis] for axis in ("pp", "tp", "cp")) == 0  # the first of its examples
+    replica = tables["dp_replicate"]
+    is_leader = sum(tables[axis] for axis in names if axis != "dp_replicate") == 0
+    for rank in range(every.size):
+        world, at = placed(rank, *shape, names=names), np.unravel_index(rank, shape)
+        assert {axis: world.rank_along(axis) for axis in names} == {
+            axis: tables[axis][at] for axis in names
+        }
+        assert (world.data_rank, world.num_data_ranks, world.pp_rank) == (
+            data[at],
+            6,
+            at[names.index("pp")],
+        )
+        assert world.is_first_of("dp_replicate", "dp_shard") == is_same[at]
+        shares = {}
+        for only_generates in (False, True):
+            one = SimpleNamespace(
+                world=world, options=SimpleNamespace(only_generates=only_generates)
+            )
+            shares[only_generates] = Network.share.fget(one)
+        assert shares[False] == ReplicaShare(data[at], 6, is_same[at])
+        assert shares[True] == ReplicaShare(replica[at], 3, is_leader[at])
+    assert sorted(map(sorted, world.rows_along("tp"))) == sorted(
+        np.moveaxis(every, names.index("tp"), -1).reshape(-1, 2).tolist()
+    )
 
 
 def test_no_two_layers_and_shares_draw_the_same_numbers_but_parts_of_one_matrix():

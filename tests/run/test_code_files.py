@@ -1,7 +1,10 @@
 """Functions that a recipe names are checked first, and recorded in every checkpoint."""
 
+import contextlib
 import json
 import logging
+import os
+import socket
 
 import pytest
 
@@ -12,6 +15,7 @@ from stage_data import REWARD, written
 from surefoot.errors import RunError
 from surefoot.recipe.recipe import load
 from surefoot.run.code_files import NAME
+from surefoot.training.callback import TrainerCallback
 from surefoot.use.reward_check import check_rewards
 
 
@@ -58,6 +62,51 @@ def test_a_reward_is_called_once_on_two_rows_before_a_model_is_loaded(tmp_path, 
     for call in (surefoot.train, lambda recipe: check_rewards(load(recipe), 2)):
         with pytest.raises(RunError, match=TRIED[name]):
             call(made.recipe)
+
+
+COUNTED = """
+import os
+from pathlib import Path
+with Path(__file__).with_name("executed").open("a") as file:
+    file.write(f"{os.getppid()}\\n")
+"""
+
+
+class Before(TrainerCallback):
+    """Notes for which ranks the module has been executed before the first window."""
+
+    def on_train_begin(self, args, state, control):
+        executed = args.output_dir.parent / "executed"
+        (args.output_dir.parent / "before").write_text(executed.read_text())
+
+
+def train_on(count, recipe):
+    """The processes of a run on so many ranks, which end well."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    pids = []
+    for rank in range(count):
+        if not (pid := os.fork()):
+            place = {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank)}
+            os.environ.update(place | address if count > 1 else {})
+            with contextlib.suppress(BaseException):
+                surefoot.train(recipe, callbacks=[Before()])
+                os._exit(0)
+            os._exit(1)
+        pids.append(pid)
+    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * count
+    return [str(pid) for pid in pids]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_module_of_rewards_is_executed_once_before_the_first_step(count, tmp_path):
+    made = project(tmp_path)
+    with (tmp_path / "rewards.py").open("a") as file:
+        file.write(COUNTED)
+    first, *_ = train_on(count, made.recipe)
+    assert (tmp_path / "before").read_text().split() == [first]
+    # The run's own process is another one: what a trial does to the state of a file stays there.
+    assert (tmp_path / "executed").read_text().split() == [first] * 2
 
 
 def test_an_environment_answers_before_its_reward_is_tried(tmp_path):

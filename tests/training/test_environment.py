@@ -25,7 +25,7 @@ ASKED = Message("user", "Count to 3.")
 def process():
     made = RewardProcess()
     yield made
-    made.end()
+    made.close()
 
 
 def codec(name="chatml"):

@@ -31,7 +31,7 @@ from surefoot.training.rewards import (
 def process():
     made = RewardProcess()
     yield made
-    made.end()
+    made.close()
 
 
 def texts(*completions, **columns):
@@ -70,7 +70,7 @@ def test_a_function_imports_what_lies_beside_it_and_nothing_there_shadows_python
     try:
         assert rewards(process, own, texts("a", "b")) == [2.0, 2.0]
     finally:
-        process.end()
+        process.close()
 
 
 FAILURES = {
@@ -122,9 +122,9 @@ def test_a_worker_whose_trainer_was_killed_says_nothing():
 
 
 def test_a_file_is_checked_before_a_run(process):
-    process.check(function("flat"), 20.0)
+    process.check(function("flat"))
     with pytest.raises(RunError, match=r"there is no Python file /nowhere\.py"):
-        process.check(FunctionReward(path=FunctionPath("/nowhere.py:f")).task, 20.0)
+        process.check(FunctionReward(path=FunctionPath("/nowhere.py:f")).task)
 
 
 def test_rules(process):

@@ -19,6 +19,7 @@ from typing import Literal, Protocol, TypeVar
 import torch
 
 from ..errors import CheckpointError, DamagedFileError
+from ..parallel.progress import wait_for_ranks
 from ..parallel.sharding import Box
 from ..storage import files
 from ..storage.parallel_work import MAX_SPACE, ByteStream, ahead
@@ -160,7 +161,7 @@ class TensorsInMemory:
     def read(self, name: str, box: Box) -> torch.Tensor:
         """A view."""
         tensor = self.tensors[name]
-        return tensor[box.slices_in(Box.whole(tuple(tensor.shape)))].detach().cpu()
+        return wait_for_ranks(tensor[box.slices_in(Box.whole(tuple(tensor.shape)))].detach().cpu)
 
 
 @dataclass(frozen=True)

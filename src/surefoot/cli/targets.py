@@ -6,7 +6,6 @@ import inspect
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -33,7 +32,7 @@ _MESH = "for example dp_shard=4,tp=2"
 
 def parse_mesh(text: str) -> Mesh:
     """``dp_shard=4,dp_replicate=2`` to a mesh. Raises ``CheckpointError`` for anything else."""
-    axes = [field.name for field in fields(Mesh)]
+    axes = [*Mesh().sizes]
     odd = f"a checkpoint is sharded along {', '.join(axes[:-1])} and {axes[-1]}, not {{}}"
     sizes: dict[str, int] = {}
     for axis, size in pairs(text, axes, option="mesh", odd=odd, example=_MESH):

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from ..schema import FREE, must
+from ..schema import FREE, SameRows, must
 from ..schema.locations import DatasetReference
 
 DEFAULT_CUTOFF = 2048  # tokens
@@ -31,6 +31,7 @@ def _separated(names: object) -> object:
 
 
 Datasets = Annotated[tuple[DatasetReference, ...], BeforeValidator(_separated)]
+IF_HELD_OUT = SameRows(held_out_by=("val_size", "eval_datasets"))  # before they are mixed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ class MediaSection:
 class DataSection:
     """Which datasets to train on, and how rows become tokens."""
 
-    datasets: Datasets
+    datasets: Annotated[Datasets, SameRows(held_out_by=("eval_datasets",))]
     """What to train on, concatenated in this order: names in ``dataset_info.json``, files or
     folders such as ``rows.jsonl``, hub ids such as ``tatsu-lab/alpaca``, or entries such as
     ``{file_name: rows.csv, columns: {prompt: q, response: a}}``."""
@@ -67,15 +68,15 @@ class DataSection:
     """Datasets to evaluate on, named in the same ways. Excludes ``val_size``."""
     val_size: float = 0.0
     """Training rows held out for evaluation: a share below 1, or a number of rows."""
-    mix_strategy: Literal["concat", "interleave_under", "interleave_over", "interleave_once"] = (
-        "concat"
-    )
+    mix_strategy: Annotated[
+        Literal["concat", "interleave_under", "interleave_over", "interleave_once"], IF_HELD_OUT
+    ] = "concat"
     """How several datasets are mixed. ``concat``: all rows of each. The others take rows in turn,
     or by ``interleave_probs``: ``interleave_under`` until the first dataset is used up,
     ``interleave_over`` until each is, with the rows of the others again, ``interleave_once`` until
     each is, without repetition. Row for row as ``datasets.interleave_datasets`` with
     ``train.seed``."""
-    interleave_probs: tuple[float, ...] | None = None
+    interleave_probs: Annotated[tuple[float, ...] | None, IF_HELD_OUT] = None
     """With interleaving: the probability of each of ``datasets``; they sum to 1."""
     max_samples: int | None = None
     """Use at most this many rows of each dataset (the first ones)."""
@@ -113,7 +114,7 @@ class DataSection:
     packing: Annotated[bool, FREE] = True
     """Pack the examples of a micro-batch into one row, as documents that do not attend to each
     other."""
-    shuffle: bool = True
+    shuffle: Annotated[bool, SameRows()] = True
     """Shuffle the examples in every epoch, as a function of (train.seed, epoch)."""
     streaming: bool = False
     """Train while the datasets are still being encoded, for large datasets. Needs

@@ -23,6 +23,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from ..errors import first_line
+from ..parallel.progress import wait_for_ranks
 from ._proof import must_be_alone
 from ._slots import Prefix, cache_argument, inner_model, longest_limit, masked_attention
 from .section import Ids
@@ -218,8 +219,9 @@ def _run(
     logits_NV = logits_BKV[at, columns]
     wide = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
     tokens_N = torch.tensor([token for answer in answers for token in answer], device=inner.device)
-    logps = wide.log_softmax(-1).gather(-1, tokens_N[:, None])[:, 0].double().tolist()
-    best = (logits_NV.argmax(-1) == tokens_N).tolist()
+    logps_N = wide.log_softmax(-1).gather(-1, tokens_N[:, None])[:, 0].double()
+    logps: list[float] = wait_for_ranks(logps_N.tolist)
+    best: list[bool] = wait_for_ranks((logits_NV.argmax(-1) == tokens_N).tolist)
     start = 0
     for (_, row, n), answer in zip(places, answers, strict=True):
         span = slice(start, start := start + len(answer))

@@ -27,6 +27,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from ..parallel.progress import wait_for_ranks
 from .section import FinishReason, GenerateSection, Ids, Sample
 
 _BLOCK = 128  # numbers that are drawn at once
@@ -85,6 +86,7 @@ class ReplicaShare:
 
     index: int = 0
     count: int = 1
+    is_first: bool = True  # whether this rank is the first one of the replica
 
     def of(self, requests: Sequence[Request]) -> list[Request]:
         """Those of this replica, the longest prompts first. Equal prompts, which are computed
@@ -246,11 +248,11 @@ class Chooser:
             tokens_B, masses = scores_BV.argmax(-1), None
         else:
             tokens_B, masses = self._drawn(scores_BV, rows)
-        tokens: list[int] = tokens_B.tolist()
+        tokens: list[int] = wait_for_ranks(tokens_B.tolist)
         logps, log_masses = [0.0] * len(rows), masses or [None] * len(rows)
         if self.has_logps:
             logps_B = scores_BV.gather(-1, tokens_B[:, None])[:, 0] - scores_BV.logsumexp(-1)
-            logps = logps_B.tolist()
+            logps = wait_for_ranks(logps_B.tolist)
         for row, token, logp, mass in zip(rows, tokens, logps, log_masses, strict=True):
             row.add(token, logp, mass, self.stops)
         return tokens
@@ -286,7 +288,8 @@ class Chooser:
         tokens_B = _inverse(kept_BV, uniform_B1.to(kept_BV.device))
         if kept_BV is scores_BV:
             return tokens_B, None
-        return tokens_B, (kept_BV.logsumexp(-1) - scores_BV.logsumexp(-1)).tolist()
+        masses_B = kept_BV.logsumexp(-1) - scores_BV.logsumexp(-1)
+        return tokens_B, wait_for_ranks(masses_B.tolist)
 
 
 def _inverse(scores_BV: torch.Tensor, uniform_B1: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from ..batch import sent
 from ..errors import ModelError
+from ..parallel.progress import wait_for_ranks
 from .loading import on_meta, once_per_architecture
 from .numerics import deterministically
 
@@ -329,7 +330,9 @@ class RowMask:
             # One wait for the device, not one for each document; of a model on the meta device
             # only the shapes matter.
             is_meta = self._device.type == "meta"
-            flags = [True] * len(masks) if is_meta else torch.stack(are_causal).tolist()
+            flags = (
+                [True] * len(masks) if is_meta else wait_for_ranks(torch.stack(are_causal).tolist)
+            )
             pairs = zip(masks, flags, strict=True)
             self._masks = [None if is_causal else mask for mask, is_causal in pairs]
         return self._masks

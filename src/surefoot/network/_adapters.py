@@ -35,6 +35,7 @@ from ..model.adapters import start_rule as rule_of
 from ..model.config import dequantized
 from ..model.loading import device
 from ..model.weights import AdapterWeights
+from ..parallel.progress import wait_for_ranks
 from ..parallel.sharding import Box, axes
 from .draft import Draft
 from .shard_loading import Reader, ShardLoader, piece
@@ -166,7 +167,8 @@ class StackedWeights(AdapterWeights):
             full[local.box.slices_in(Box.whole(local.shape))] = local.values
         bits = full.view(torch.uint8)  # whose sum with zeros has all bits, the sign of 0 included
         for axis in sorted(axes(self.cuts.get(name, ()))):
-            dist.all_reduce(bits, group=parameter.device_mesh.get_group(axis))
+            group = parameter.device_mesh.get_group(axis)
+            wait_for_ranks(dist.all_reduce, bits, group=group)
         return full
 
     def _divide(self, joined: _Joined, values: torch.Tensor) -> None:

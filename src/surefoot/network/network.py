@@ -25,7 +25,7 @@ from ..optim.optimizer import Optimizer
 from ..optim.state_tensor import ParameterKinds
 from ..optim.trained import TrainedParameters
 from ..parallel.sharded_model import gather_nothing
-from ..parallel.sharding import Cuts
+from ..parallel.sharding import DATA_AXES, Cuts
 from ..parallel.world import World
 from ._coverage import FULL, CoverageRow, table
 from .draft import NetworkOptions
@@ -128,11 +128,9 @@ class Network:
     @property
     def share(self) -> ReplicaShare:
         """The prompts that this rank answers: those of the ranks that run in step with it."""
-        world = self.world
-        if self.options.only_generates:
-            axis = "dp_replicate"
-            return ReplicaShare(world.rank_along(axis), world.size_along(axis))
-        return ReplicaShare(world.data_rank, world.num_data_ranks)
+        world, axes = self.world, ("dp_replicate",) if self.options.only_generates else DATA_AXES
+        places = world.rank_along(*axes), world.size_along(*axes)
+        return ReplicaShare(*places, is_first=world.is_first_of(*axes))
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

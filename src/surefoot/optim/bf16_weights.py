@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from ..parallel.progress import wait_for_ranks
 from ._rules.few_bits import noise_for, round_stochastically
 from ._rules.rule_optimizer import RuleOptimizer
 from ._rules.sharded import buckets, local, size_of_part
@@ -119,7 +120,8 @@ class BucketedOptimizer(torch.optim.Optimizer):
             for group, (parameters, names) in zip(self.param_groups, members, strict=True):
                 group["params"], group["names"] = parameters, names
             if self.offloads and torch.cuda.is_available():
-                torch.cuda.current_stream().synchronize()  # the state may be read on the CPU now
+                # The state may be read on the CPU afterwards.
+                wait_for_ranks(torch.cuda.current_stream().synchronize)
 
     def _update(self, bucket: Sequence[tuple[str, nn.Parameter, dict[str, Any]]]) -> None:
         """Update some parameters: the rule sees float32 tensors in their places."""

@@ -50,11 +50,10 @@ _SILENT = 12.0  # ticks without a word from another watchdog
 _OTHERS_END = 2.0  # seconds after the rank to blame, so that a launcher sees that one fail first
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _THREAD = re.compile(r"(?:Current t|T)hread (0x[0-9a-f]+)")
-# Frames in which a rank waits for other ranks, or for a device on which their collectives run.
-_WAITS = re.compile(
-    r"torch/distributed/(?!tensor/)|surefoot/parallel/(world|pipeline|_collectives)\.py"
-    r"|torch/cuda/\S+ synchronize|surefoot/training/step\.py read"
-)
+# What waits for other ranks, or for a device on which their collectives run: what is called in a
+# frame with this name (parallel/progress.py), and what torch itself calls: FSDP, DTensor.
+MARK = "wait_for_ranks"
+_WAITS = re.compile(r"torch/distributed/(?!tensor/)|torch/cuda/\S+ synchronize")
 _DEBUGGER = re.compile(r"/(bdb|pdb)\.py|pydevd|debugpy")
 _IDLE = re.compile(r"/(threading|queue|selectors|socket)\.py|concurrent/futures|torch/_inductor")
 _LIBRARY = re.compile(r"/site-packages/|/lib/python\d|^<")
@@ -197,15 +196,15 @@ class Watch:
         frames = threads.pop(self.ident, [])
         if not frames:
             return
+        # The thread of a device may wait, for which the one of the backward pass waits.
+        every = [frames, *(threads.values() if "torch/autograd/graph.py" in frames[0][0] else ())]
+        waits = [wait for wait in map(_wait, every) if wait is not None]
+        frames = _unmarked(frames)
         view.place = _place(frames, threads)
         inner = [f"{file} {function}" for file, _, function in frames]
-        in_backward = "torch/autograd/graph.py" in inner[0]  # its thread of a device may wait
-        ends = [inner[:3]]
-        if in_backward:
-            ends += [[f"{f} {g}" for f, _, g in other[:3]] for other in threads.values()]
         if any(map(_DEBUGGER.search, inner)):
             view.state = "debugged"
-        elif waits := [text for end in ends for text in end if _WAITS.search(text)]:
+        elif waits:
             view.state = "waiting"
             callers = [text for text in inner if not re.search("torch/|contextlib", text)]
             view.collective = " < ".join([waits[0], *callers[:2]])
@@ -270,6 +269,18 @@ def _threads(stack: str) -> dict[str, list[Frame]]:
         elif frame := _FRAME.match(line):
             frames.append((frame[1], frame[2], frame[3]))
     return threads
+
+
+def _wait(frames: Sequence[Frame]) -> str | None:
+    """What a thread waits for other ranks in; None if it does something else."""
+    inner = [f"{file} {function}" for file, _, function in _unmarked(frames)]
+    if len(inner) < len(frames):
+        return inner[0]
+    return next(filter(_WAITS.search, inner[:3]), None)
+
+
+def _unmarked(frames: Sequence[Frame]) -> list[Frame]:
+    return [frame for frame in frames if frame[2] != MARK]
 
 
 def _place(frames: Sequence[Frame], others: dict[str, list[Frame]]) -> str:

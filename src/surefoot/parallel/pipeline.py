@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..batch import Batch, Loss, LossFunction, Outputs, Window
+from .progress import wait_for_ranks
 from .section import ScheduleName
 from .world import World, local
 
@@ -71,7 +72,7 @@ class TiedWeight:
             return
         if self.parameter.grad is None:
             self.parameter.grad = torch.zeros_like(self.parameter)
-        dist.all_reduce(local(self.parameter.grad), group=self.group)
+        wait_for_ranks(dist.all_reduce, local(self.parameter.grad), group=self.group)
 
 
 def tie(world: World, parameter: nn.Parameter | None) -> TiedWeight:
@@ -79,7 +80,7 @@ def tie(world: World, parameter: nn.Parameter | None) -> TiedWeight:
     group_of_ends = None
     for ranks in pipelines(world):
         ends = [ranks[0], ranks[-1]]
-        group = dist.new_group(ends, timeout=world.timeout)
+        group = wait_for_ranks(dist.new_group, ends, timeout=world.timeout)
         if world.rank in ends:
             group_of_ends = group
     return TiedWeight(parameter, group_of_ends)
@@ -120,7 +121,7 @@ def run_forward(pipeline: Pipeline, finish: Finish, batch: Batch) -> Outputs:
     """A batch forward through the stages; its outputs are broadcast to all ranks."""
     links, outputs = pipeline.links, None
     for stage in range(links.place, links.num_stages, links.size):
-        hidden = links.entering(pipeline.shape(batch), stage).wait() if stage else None
+        hidden = links.entering(pipeline.shape(batch), stage).take() if stage else None
         if stage == pipeline.last:
             outputs = finish(batch, hidden)
         else:
@@ -173,7 +174,7 @@ class _Running:
         """Run a stage, and send its output to the next."""
         pipe, stage = self.pipeline, self.pipeline.stage(op)
         batch = self.window[op.index].to(pipe.links.device)
-        hidden = self.arrivals.pop(op).wait() if stage > 0 else None
+        hidden = self.arrivals.pop(op).take() if stage > 0 else None
         with torch.set_grad_enabled(pipe.learns[stage]):
             if hidden is not None and pipe.learns[stage - 1]:
                 self.inputs[stage, op.index] = hidden.requires_grad_()
@@ -192,7 +193,7 @@ class _Running:
         output = self.outputs.pop((stage, op.index))
         if not pipe.learns[stage]:
             return
-        gradient = None if stage == pipe.last else self.arrivals.pop(op).wait()
+        gradient = None if stage == pipe.last else self.arrivals.pop(op).take()
         pipe.settle(op == self.final)
         torch.autograd.backward(output, gradient)
         entered = self.inputs.pop((stage, op.index), None)
@@ -203,10 +204,7 @@ class _Running:
 
 def _broadcast_losses(links: Links, losses: Sequence[Loss]) -> list[Loss]:
     """The losses of the last rank, as numbers, on all ranks."""
-    rows = [
-        (float(loss.total), float(loss.weight), {k: float(v) for k, v in loss.metrics.items()})
-        for loss in losses
-    ]
+    rows = wait_for_ranks(_numbers, losses)
 
     def number(value: float) -> torch.Tensor:
         return torch.tensor(value, dtype=torch.float64, device=links.device)
@@ -217,19 +215,26 @@ def _broadcast_losses(links: Links, losses: Sequence[Loss]) -> list[Loss]:
     ]
 
 
+def _numbers(losses: Sequence[Loss]) -> list[tuple[float, float, dict[str, float]]]:
+    return [
+        (float(loss.total), float(loss.weight), {k: float(v) for k, v in loss.metrics.items()})
+        for loss in losses
+    ]
+
+
 def _shared(links: Links, outputs: Outputs | None) -> Outputs:
     """The outputs of the last rank, on all ranks."""
     on_cpu = {}
     if outputs is not None:
         tensors = {field.name: getattr(outputs, field.name) for field in fields(outputs)}
-        on_cpu = {name: t.cpu() for name, t in tensors.items() if t is not None}
+        on_cpu = {n: wait_for_ranks(t.cpu) for n, t in tensors.items() if t is not None}
     return Outputs(**{name: t.to(links.device) for name, t in _from_last(links, on_cpu).items()})
 
 
 def _from_last(links: Links, value: T) -> T:
     box = [value]
     group = links.groups["forward", False]
-    dist.broadcast_object_list(box, src=links.ranks[-1], group=group)
+    wait_for_ranks(dist.broadcast_object_list, box, src=links.ranks[-1], group=group)
     return box[0]
 
 
@@ -293,9 +298,9 @@ class Arrival:
     tensor: torch.Tensor
     work: dist.Work
 
-    def wait(self) -> torch.Tensor:
+    def take(self) -> torch.Tensor:
         """The tensor, once it has arrived."""
-        self.work.wait()
+        wait_for_ranks(self.work.wait)
         return self.tensor
 
 
@@ -335,8 +340,8 @@ class Links:
         """The input of ``stage``, which is on this rank."""
         if stage not in self.dtypes:
             dtype_index = torch.empty(1, dtype=torch.int64, device=self.device)
-            self._receive(dtype_index, stage, "forward").wait()
-            self.dtypes[stage] = _DTYPES[int(dtype_index)]
+            self._receive(dtype_index, stage, "forward").take()
+            self.dtypes[stage] = _DTYPES[wait_for_ranks(int, dtype_index)]
         hidden = torch.empty(tuple(shape), dtype=self.dtypes[stage], device=self.device)
         return self._receive(hidden, stage, "forward")
 
@@ -371,7 +376,7 @@ class Links:
 
     def _wait_for_all_but(self, count: int) -> None:
         while len(self._sent) > count:
-            self._sent.popleft()[0].wait()
+            wait_for_ranks(self._sent.popleft()[0].wait)
 
 
 def pipelines(world: World) -> list[list[int]]:
@@ -385,7 +390,9 @@ def connect(world: World, *, num_parts: int, device: torch.device) -> Links:
     if num_parts > 1:
         routes += [("forward", True), ("backward", True)]
     for ranks in pipelines(world):
-        route_groups = {route: dist.new_group(ranks, timeout=world.timeout) for route in routes}
+        route_groups = {
+            route: wait_for_ranks(dist.new_group, ranks, timeout=world.timeout) for route in routes
+        }
         if world.rank in ranks:
             ranks_of_pipeline, groups = ranks, route_groups
     return Links(ranks_of_pipeline, world.pp_rank, num_parts * world.pp, device, groups)

@@ -1,5 +1,5 @@
-"""Marks of progress: what a rank does, and since when, in memory that its watchdog reads; and the
-seconds that each phase has taken, for ``surefoot runs goodput``.
+"""Marks of progress: what a rank does, and since when, in memory that its watchdog reads; a mark of
+waiting, on the stack; and the seconds that each phase has taken, for ``surefoot runs goodput``.
 
 A mark is a number written to shared memory (0.15 us; a change of phase 6 us), which neither
 waits for anything nor depends on the watchdog.
@@ -9,16 +9,27 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
 
 from . import _watchdog as marks
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 (STARTING, DATA, TRAINING, EVALUATING, SAVING, CALLBACKS, ENDING, UPLOADING) = range(
     len(marks.PHASES)
 )
 # The phases in the record of a launch.
 PARTS = ("starting", "data", "training", "evaluating", "saving", "callbacks", "ending", "ending")
+
+
+def wait_for_ranks(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """``call(...)``, which returns when other ranks have done their part, or a device on which the
+    collectives of ranks run. The frame of this function is the mark: by its name, the watchdog
+    tells a rank that waits from one that works."""
+    return call(*args, **kwargs)
 
 
 class Progress:

@@ -53,8 +53,7 @@ class ParallelSection:
     ten times the slowest step so far, at least 2; longer to start, evaluate and save."""
 
     def __post_init__(self) -> None:
-        axes = ("num_processes", "dp_replicate", "dp_shard", "tp", "pp", "pp_stages_per_rank")
-        must(self, "be at least 1", *axes)
+        must(self, "be at least 1", "num_processes", *AXES, "pp_stages_per_rank")
         must(self, "not be negative", "max_restarts")
         if self.timeout != "auto":
             must(self, "be positive", "timeout")

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 from ._collectives import gather_from_tp_region
+from .progress import wait_for_ranks
 from .section import ParallelSection, launched
 from .sharding import DATA_AXES, AxisShard, Cuts
 from .tensor_parallel import AXIS, cut_tensors
@@ -178,7 +179,8 @@ def _full_logits(
             logits = gather_from_tp_region(logits, world.along(AXIS), size)
         for axis in shared:  # ranks that sampled other tokens would wait for each other forever
             logits = logits.contiguous()
-            dist.broadcast(logits, group=mesh[axis].get_group(), group_src=0)
+            group = mesh[axis].get_group()
+            wait_for_ranks(dist.broadcast, logits, group=group, group_src=0)
         return logits
 
     return forward

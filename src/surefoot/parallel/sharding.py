@@ -9,7 +9,7 @@ mesh, without torch and without communication. A ``Box`` is such a part, as inte
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from math import prod
 
@@ -95,6 +95,15 @@ _CUTS = (AxisShard("tp", 0), AxisShard("dp_shard", 0))
 _MOST = 65_536  # processes: their folders have five digits
 
 
+def ranks_at(sizes: Mapping[str, int], place: Mapping[str, int]) -> Sequence[int]:
+    """The ranks of a mesh of these ``sizes`` at some coordinates, in order."""
+    ranks = [0]
+    for axis, size in sizes.items():
+        coordinates = [place[axis]] if axis in place else range(size)
+        ranks = [rank * size + at for rank in ranks for at in coordinates]
+    return ranks
+
+
 @dataclass(frozen=True)
 class Mesh:
     """``dp_replicate`` replicas of a model, each sharded over ``dp_shard`` times ``tp`` ranks: by
@@ -107,21 +116,27 @@ class Mesh:
     tp: int = 1
 
     def __post_init__(self) -> None:
-        for axis, size in asdict(self).items():
+        for axis, size in vars(self).items():
             if size < 1:
                 raise CheckpointError(f"mesh: {axis} must be at least 1, got {size}")
         if self.size > _MOST:
             raise CheckpointError(f"mesh: {self.size:,} ranks are more than {_MOST:,}")
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """The size of every axis, in the order of a run's."""
+        own = vars(self)
+        return {axis: own[axis] for axis in AXES if axis in own}
+
+    @property
     def size(self) -> int:
         """The number of ranks."""
-        return self.dp_replicate * self.dp_shard * self.tp
+        return prod(self.sizes.values())
 
     @property
     def axes(self) -> dict[str, int]:
         """The size of every axis, in order; empty for a single rank, as in a run."""
-        return asdict(self) if self.size > 1 else {}
+        return self.sizes if self.size > 1 else {}
 
     def boxes(self, shape: tuple[int, ...]) -> Iterator[tuple[Sequence[int], Box]]:
         """The non-empty boxes of a tensor, and the ranks that have each. A tensor without
@@ -130,11 +145,12 @@ class Mesh:
         if not shape or not full_box.size:
             yield (0,), full_box
             return
-        sizes, step = asdict(self), self.dp_shard * self.tp
-        for first, (shard, part) in enumerate(product(range(self.dp_shard), range(self.tp))):
-            box = Box(*local_offset_and_shape(shape, _CUTS, sizes, {"dp_shard": shard, "tp": part}))
+        sizes = self.sizes
+        for shard, part in product(range(self.dp_shard), range(self.tp)):
+            place = {"dp_shard": shard, "tp": part}
+            box = Box(*local_offset_and_shape(shape, _CUTS, sizes, place))
             if box.size:
-                yield range(first, self.size, step), box
+                yield ranks_at(sizes, place), box
 
 
 @dataclass(frozen=True, order=True, slots=True)

@@ -25,7 +25,7 @@ from ..errors import LostPeerError, RunError, SurefootError, counted
 from ..log import announced
 from ..storage.child import LAUNCHER
 from ..storage.memory import allocator_message, is_out_of_memory
-from .progress import Progress
+from .progress import Progress, wait_for_ranks
 from .section import ParallelSection, launched, name_ranks
 from .sharding import DATA_AXES
 
@@ -80,6 +80,10 @@ class World:
         for axis in axes:
             position = position * self.size_along(axis) + place.get(axis, 0)
         return position
+
+    def is_first_of(self, *axes: str) -> bool:
+        """Whether this is the first of the ranks that have the same position along ``axes``."""
+        return all(self.rank_along(axis) == 0 for axis in self.axes if axis not in axes)
 
     def along(self, axis: str) -> MeshAxis:
         """The ranks along an axis, which communicate with this one."""
@@ -141,8 +145,8 @@ class World:
 
     def summed(self, values: torch.Tensor) -> torch.Tensor:
         """The same for values on a device, without waiting for them."""
-        counts = all(self.rank_along(axis) == 0 for axis in self.axes if axis not in DATA_AXES)
-        return self._reduced(values if counts else torch.zeros_like(values), dist.ReduceOp.SUM)
+        once = values if self.is_first_of(*DATA_AXES) else torch.zeros_like(values)
+        return self._reduced(once, dist.ReduceOp.SUM)
 
     def totals(self, values: torch.Tensor) -> torch.Tensor:
         """Each value summed over all ranks, on its device."""
@@ -168,7 +172,7 @@ class World:
         if self.mesh is None:
             return value
         objects = [value]
-        dist.broadcast_object_list(objects, src=0, group=self.patient)
+        wait_for_ranks(dist.broadcast_object_list, objects, src=0, group=self.patient)
         return objects[0]
 
     def on_main(self, compute: Callable[[], T]) -> T:
@@ -192,7 +196,7 @@ class World:
     def wait(self) -> None:
         """Wait until every rank is here."""
         if self.mesh is not None:
-            dist.barrier(group=self.patient)
+            wait_for_ranks(dist.barrier, group=self.patient)
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
@@ -206,13 +210,13 @@ class World:
     def _reduced(self, values: torch.Tensor, how: dist.ReduceOp.RedOpType) -> torch.Tensor:
         if self.mesh is not None:
             values = values.clone()
-            dist.all_reduce(values, op=how)
+            wait_for_ranks(dist.all_reduce, values, op=how)
         return values
 
 
 def _gathered(value: Any, count: int, group: dist.ProcessGroup | None = None) -> list[Any]:
     by_rank: list[Any] = [None] * count
-    dist.all_gather_object(by_rank, value, group=group)
+    wait_for_ranks(dist.all_gather_object, by_rank, value, group=group)
     return by_rank
 
 
@@ -301,7 +305,7 @@ def connected(section: ParallelSection, rank: int, size: int, local: int = 0) ->
             mesh = init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
             # What one rank does for all may take hours; the timeout of the other group is there to
             # find ranks that hang (docs/decisions/0030).
-            patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
+            patient = wait_for_ranks(dist.new_group, backend="gloo", timeout=_PATIENCE)
             timeout = timedelta(minutes=section.join_minutes)
             yield World(rank, size, mesh, patient, local, timeout)
     finally:
@@ -442,18 +446,19 @@ class MeshAxis:
     def each(self, x: torch.Tensor) -> list[torch.Tensor]:
         """By an all-gather."""
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x, group=self.mesh.get_group())
+        wait_for_ranks(dist.all_gather, parts, x, group=self.mesh.get_group())
         return parts
 
     def sum_of_mine(self, parts: torch.Tensor) -> torch.Tensor:
         """By a reduce-scatter."""
         total = parts.new_empty(1, *parts.shape[1:])
-        dist.reduce_scatter_tensor(total, parts, group=self.mesh.get_group())
+        group = self.mesh.get_group()
+        wait_for_ranks(dist.reduce_scatter_tensor, total, parts, group=group)
         return total[0]
 
     def _reduced(self, x: torch.Tensor, how: dist.ReduceOp.RedOpType) -> torch.Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, op=how, group=self.mesh.get_group())
+        wait_for_ranks(dist.all_reduce, total, op=how, group=self.mesh.get_group())
         return total
 
 

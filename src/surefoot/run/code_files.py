@@ -2,92 +2,61 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
 
 from .. import schema
 from ..data.example import Example
 from ..data.rows.catalog import training_examples
+from ..data.section import DataSection
 from ..errors import RunError, SurefootError
 from ..recipe.recipe import Recipe
 from ..schema.locations import FunctionPath
 from ..storage import files
 from ..storage.files import read_json
-from ..training.rewards import REWARDS, FunctionReward, RewardProcess, Texts, computed, stepped
-from ..training.rollout import DatasetRow, Event
+from ..training.rewards import FunctionReward, RewardProcess
 from .from_python import AS_IN_THE_RECIPE, GIVEN, StageParts
 
 logger = logging.getLogger(__name__)
-SECONDS = 60.0  # that a file may take to be run
 NAME = "code.json"  # in a checkpoint: the functions of the recipe, and the hashes of their files
 
 
 def code_of(recipe: Recipe, parts: StageParts = AS_IN_THE_RECIPE) -> dict[str, bytes]:
-    """The file that records the functions of ``recipe`` and of ``parts``, if there are some. Raises
-    ``RunError``."""
-    process = RewardProcess()
-    digests = {str(path): _hash(path, process) for path in functions_in(recipe)} | parts.code()
-    process.end()
+    """The file that records the functions of ``recipe`` and of ``parts``, if there are some. None
+    is run. Raises ``RunError``."""
+    digests = {str(path): _hash(path) for path in functions_in(recipe)} | parts.code()
     return {NAME: json.dumps(digests, indent=2, sort_keys=True).encode()} if digests else {}
 
 
+def check_functions(recipe: Recipe) -> None:
+    """Run the files of all functions, each once. Raises ``RunError`` if one is not defined."""
+    with closing(RewardProcess()) as process:
+        _check(recipe, process)
+
+
 def try_rewards(recipe: Recipe) -> None:
-    """Reward two responses, those of the first rows: what is wrong with a reward, and with the
-    columns that it takes, is seen before a model is loaded. An environment answers them first.
-    Raises ``RunError``."""
-    stage: Any = recipe.stage
-    cls: type = type(stage)
-    settings = schema.settings(cls)
-    rewards = [
-        reward.task
-        for name, setting in settings.items()
-        if setting.variants is REWARDS
-        for reward in getattr(stage, name)
-        if reward.task is not None
-    ]
-    examples: list[Example] = []
-    with contextlib.suppress(SurefootError):  # said when all datasets are opened
-        examples += islice(training_examples(recipe.data), 2) if rewards else ()
-    if not examples:
-        return
-    rows = [DatasetRow(example.columns, example.origin) for example in examples]
-    responses = _responses(examples)
+    """Let the stage try what is a user's on its first rows: what is wrong with it, and with the
+    columns that it takes, is seen before a model is loaded. Files are run once. Raises
+    ``RunError``."""
     # In a process of its own, which is ended when it is late: a reward that hangs would hang the
     # run, and on several ranks the message would be the timeout of another one
-    # (docs/decisions/0052).
-    process, seconds = RewardProcess(), max(SECONDS, stage.reward_timeout)
-    for environment in (getattr(stage, name) for name in settings):
-        if isinstance(environment, FunctionPath):
-            events = [Event(n, rows[n], text, True) for n, text in enumerate(responses.completions)]
-            stepped(process, environment, events, seconds)
-    for reward in rewards:
-        computed(process, reward, responses, seconds, stage.on_reward_error)
-    process.end()
+    # (docs/decisions/0052). Nor does what a trial does to a file's state reach the run.
+    with closing(RewardProcess()) as process, closing(_first_examples(recipe.data)) as examples:
+        _check(recipe, process)
+        recipe.stage.try_out(examples, process)
 
 
-def _responses(examples: Sequence[Example]) -> Texts:
-    """The last response of each example, or some text where it has none, as rewards read it; there
-    are no tokens yet."""
-    prompts, completions = list[str](), list[str]()
-    for example in examples:
-        contents = [message.content for message in example.messages]
-        has_response = bool(contents) and example.messages[-1].role == "assistant"
-        completions.append(contents.pop() if has_response else "A response.")
-        prompts.append("\n".join(contents))
-    columns = dict.fromkeys(name for example in examples for name in example.columns)
-    return Texts(
-        prompts,
-        completions,
-        lengths=[1] * len(examples),
-        columns={name: [example.columns.get(name) for example in examples] for name in columns},
-        origins=[example.origin for example in examples],
-        ids=[[0]] * len(examples),
-    )
+def _check(recipe: Recipe, process: RewardProcess) -> None:
+    for path in functions_in(recipe):
+        process.check(FunctionReward(path=path).task)
+
+
+def _first_examples(data: DataSection) -> Generator[Example]:
+    with suppress(SurefootError):  # said when all datasets are opened
+        yield from training_examples(data)
 
 
 def functions_in(section: object) -> Iterator[FunctionPath]:
@@ -119,7 +88,7 @@ def check_code(code: Mapping[str, bytes], folder: Path) -> None:
             logger.warning("%s has changed since %s was saved", name, folder.name)
 
 
-def _hash(path: FunctionPath, process: RewardProcess) -> str:
-    """Of the file of a function. Raises ``RunError`` if it defines none."""
-    process.check(FunctionReward(path=path).task, SECONDS)
-    return files.digest(path.file.read_bytes())
+def _hash(path: FunctionPath) -> str:
+    """Of the file of a function. Raises ``RunError`` if there is none."""
+    with files.raising(RunError, f"{path}: cannot read the file"):
+        return files.digest(path.file.read_bytes())

@@ -26,6 +26,7 @@ from ..model.section import ModelSection
 from ..model.weight_matrices import is_added
 from ..network.network import Network
 from ..network.open import open_network
+from ..parallel.progress import wait_for_ranks
 from ..parallel.world import World
 from ..training.callback import Kernels, TrainerState
 from ..training.step import Learner, Step
@@ -171,6 +172,6 @@ def _hash(buffers: Mapping[str, torch.Tensor]) -> str:
     digest = xxhash.xxh3_64()
     for name, values in sorted(buffers.items()):
         digest.update(f"{name} {tuple(values.shape)} {values.dtype}".encode())
-        data = values.detach().cpu().contiguous().flatten().view(torch.uint8)
+        data = wait_for_ranks(values.detach().cpu).contiguous().flatten().view(torch.uint8)
         digest.update(data.numpy().tobytes())
     return digest.hexdigest()

@@ -34,7 +34,7 @@ from ..training.trainer import Trainer
 from ._launch import recorded
 from .assembly import build as build  # noqa: PLC0414 - part of what a run is, from Python
 from .card import write_card
-from .code_files import code_of, try_rewards
+from .code_files import try_rewards
 from .folder import (
     SizeChoice,
     no_choice,
@@ -170,9 +170,8 @@ def run(
         recipe, note = with_batch_sizes(recipe, world.num_data_ranks)
         if note is not None:
             logger.info("%s", note)
-        code_of(recipe)  # what is missing is an error before anything is loaded
-        argument_values(recipe)  # and so is a name that stands there twice
-        world.on_main(lambda: try_rewards(recipe))
+        argument_values(recipe)  # a name that stands there twice is an error before all else
+        world.on_main(lambda: try_rewards(recipe))  # so is a function that is not there
         recipe = located(recipe, world)
         outcome = _run(recipe, world, callbacks, trust_pickle, parts, choose, command, began)
         # srun --kill-on-bad-exit and torchrun end all ranks when one exits with 143, as after a

@@ -72,6 +72,18 @@ OF_EVALUATIONS = MayChange(is_evaluation=True)
 
 
 @dataclass(frozen=True)
+class SameRows:
+    """Marks a setting of what is trained on that leaves the rows alone over which a metric is a
+    mean, so that runs with several of its values compare."""
+
+    held_out_by: tuple[str, ...] = ()  # settings beside it; if there are any, one must be set
+
+    def hold(self, section: object) -> bool:
+        """Whether that is so in the section that has the setting."""
+        return not self.held_out_by or any(getattr(section, name) for name in self.held_out_by)
+
+
+@dataclass(frozen=True)
 class Setting:
     """One field of a section, for readers, writers and the reference pages."""
 
@@ -83,6 +95,7 @@ class Setting:
     each: Variants | None = None  # set if it holds a list of variants
     section: type | None = None  # set if it holds a section
     may_change: MayChange | None = None  # set if it may differ when a run is resumed
+    same_rows: SameRows | None = None
 
     @property
     def doc(self) -> str:
@@ -146,16 +159,19 @@ def _setting(field: dataclasses.Field[Any], hint: object, owner: type) -> Settin
     default = field.default
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
-    free = _mark(hint, MayChange)
+    marks: dict[str, Any] = {
+        "may_change": _mark(hint, MayChange),
+        "same_rows": _mark(hint, SameRows),
+    }
     if (variants := _mark(hint, Variants)) is not None:
         choices = variants.choices
-        return Setting(field.name, hint, default, owner, choices=choices, may_change=free)
+        return Setting(field.name, hint, default, owner, choices=choices, **marks)
     if typing.get_origin(hint) is tuple and (each := _mark(typing.get_args(hint)[0], Variants)):
-        return Setting(field.name, hint, default, owner, each=each, may_change=free)
+        return Setting(field.name, hint, default, owner, each=each, **marks)
     if typing.get_origin(hint) is Annotated:
         hint = typing.get_args(hint)[0]
     section = hint if isinstance(hint, type) and dataclasses.is_dataclass(hint) else None
-    return Setting(field.name, hint, default, owner, section=section, may_change=free)
+    return Setting(field.name, hint, default, owner, section=section, **marks)
 
 
 def _mark(hint: object, kind: type[T]) -> T | None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Literal
 
 from ..batch import Batch, Features, Loss, Outputs, OutputSpec
+from ..data.example import Example
 from ..data.section import DataSection
 from ..data.text.collation import collate, with_owners, with_token_columns
 from ..parallel.section import ParallelSection
@@ -24,8 +26,17 @@ from ..training.policy_gradient import (
     of_response,
     truncated_weights,
 )
-from ..training.rewards import by_name, means, models_of, total
-from ..training.rollout import Rollout, read_row
+from ..training.rewards import (
+    LEAST_SECONDS,
+    RewardProcess,
+    by_name,
+    last_responses,
+    means,
+    models_of,
+    stepped,
+    total,
+)
+from ..training.rollout import DatasetRow, Event, Rollout, read_row
 from ..training.stage import POLICY, AuxiliaryModel, Prepared, StageContext
 from ._rules import REFERENCE, OnPolicy, must_not_shard
 
@@ -126,6 +137,16 @@ class GRPO(OnPolicy):
                 "with the others of its group"
             )
         self._check_effects()
+
+    def try_out(self, examples: Iterator[Example], process: RewardProcess) -> None:
+        """An environment answers the responses before they are rewarded."""
+        first = [*islice(examples, 2)] if self.environment is not None else []
+        if self.environment is not None and first:
+            texts = last_responses(first).completions
+            rows = [DatasetRow(example.columns, example.origin) for example in first]
+            events = [Event(n, rows[n], text, True) for n, text in enumerate(texts)]
+            stepped(process, self.environment, events, max(LEAST_SECONDS, self.reward_timeout))
+        super().try_out(chain(first, examples), process)
 
     def _check_effects(self) -> None:
         """Raise ``ValueError`` for a setting that does nothing beside the others."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from ..data.example import Encoded, Example
@@ -13,7 +14,15 @@ from ..generate.servers import SAMPLERS, Engine, Sampler
 from ..parallel.section import ParallelSection
 from ..schema import FREE, Problem, Variants, must
 from ..schema.locations import ModelPath
-from ..training.rewards import OF_TEXT, REWARDS, Reward
+from ..training.rewards import (
+    LEAST_SECONDS,
+    OF_TEXT,
+    REWARDS,
+    Reward,
+    RewardProcess,
+    computed,
+    last_responses,
+)
 from ..training.rollout import encode_prompts
 from ..training.stage import Stage
 
@@ -110,6 +119,14 @@ class OnPolicy(Stage):
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
         """The prompt of each row, up to its last response, and its columns for the reward."""
         return encode_prompts(examples, codec)
+
+    def try_out(self, examples: Iterator[Example], process: RewardProcess) -> None:
+        """Reward two responses, those of the first rows."""
+        tasks = [reward.task for reward in self.reward if reward.task is not None]
+        first = [*islice(examples, 2)] if tasks else []
+        responses, seconds = last_responses(first), max(LEAST_SECONDS, self.reward_timeout)
+        for task in tasks if first else ():
+            computed(process, task, responses, seconds, self.on_reward_error)
 
     def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:
         """Responses are the policy's own."""

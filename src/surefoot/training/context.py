@@ -25,15 +25,16 @@ from ..generate.section import GenerateSection
 from ..model.loading import device
 from ..model.numerics import derive
 from ..network.network import Network
+from ..parallel.progress import wait_for_ranks
 from ..parallel.world import World
 from ..schema.locations import FunctionPath
 from .kept_rollouts import Recorded
 from .out_of_memory import MemoryGuard
 from .rewards import (
+    NO_TEXTS,
     Rewarded,
     RewardProcess,
     RewardResult,
-    RewardTask,
     computed,
     rewarded,
     stepped,
@@ -84,7 +85,7 @@ class NetworkContext:
                 computed.append((positions, torch.stack(each_double)))
         # Read at the end: the host would wait for a GPU after each micro-batch.
         for positions, values_XN in computed:
-            all_values[:, positions] = values_XN.cpu()
+            all_values[:, positions] = wait_for_ranks(values_XN.cpu)
         all_values = self.world.summed(all_values).to(dtype)
         rows = torch.split(all_values, counts, dim=1)
         return [Outputs(**dict(zip(spec.outputs, row, strict=True))) for row in rows]
@@ -105,7 +106,7 @@ class NetworkContext:
         shape = computed[0][1].shape[1:]
         results = torch.zeros(len(examples), *shape, dtype=torch.float64)
         for items, rows in computed:  # read at the end, as above
-            results[torch.from_numpy(items)] += rows[: len(items)].cpu()
+            results[torch.from_numpy(items)] += wait_for_ranks(rows[: len(items)].cpu)
         return self.world.summed(results).numpy()
 
     def generate(
@@ -132,24 +133,21 @@ class NetworkContext:
         self, rewards: Rewards, rollouts: Rollouts, seconds: float, on_error: OnError
     ) -> Rewarded:
         """Of each reward those of all rollouts; tasks run on rank 0. Raises ``RunError``."""
-        results = [self._rewarded(rewards, rollouts, seconds, on_error) for _ in range(self.times)]
+        has_tasks = self.world.is_main and any(r.task is not None for r in rewards.values())
+        texts = texts_of(rollouts, self.codec) if has_tasks else NO_TEXTS
+        results = list[Rewarded]()
+        for _ in range(self.times):
+            by_reward = list[RewardResult]()
+            for role, reward in rewards.items():
+                if reward.task is not None:
+                    task = partial(computed, self.process, reward.task, texts, seconds, on_error)
+                    by_reward.append(self.world.on_main(task))
+                else:
+                    items = [rollout.features(0.0) for rollout in rollouts]
+                    by_reward.append(RewardResult(self.reduce(role, items, _scores).tolist()))
+            results.append(rewarded(by_reward))
         self.recorded.append(Recorded(rollouts, rewards, results))
         return results[0]
-
-    def _rewarded(
-        self, rewards: Rewards, rollouts: Rollouts, seconds: float, on_error: OnError
-    ) -> Rewarded:
-        def computed_here(task: RewardTask) -> RewardResult:
-            return computed(self.process, task, texts_of(rollouts, self.codec), seconds, on_error)
-
-        results = list[RewardResult]()
-        for role, reward in rewards.items():
-            if reward.task is not None:
-                results.append(self.world.on_main(partial(computed_here, reward.task)))
-            else:
-                items = [rollout.features(0.0) for rollout in rollouts]
-                results.append(RewardResult(self.reduce(role, items, _scores).tolist()))
-        return rewarded(results)
 
     @torch.no_grad()
     def _batches(

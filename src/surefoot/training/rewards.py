@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from ..batch import SCORES, OutputSpec
-from ..data.example import Message
+from ..data.example import Example, Message
 from ..errors import RunError, counted
 from ..schema.locations import FunctionPath, ModelPath
 from ..storage.child import Child
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 WORKER = Path(__file__).with_name("_reward_worker.py")  # run by its path
 OnError = Literal["stop", "skip"]
+LEAST_SECONDS = 60.0  # that a file may take to be run
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,9 @@ class Texts:
         return f"{origin} (response {short(self.completions[place])})"
 
 
+NO_TEXTS = Texts((), (), (), {})
+
+
 def texts_of(rollouts: Sequence[Rollout], codec: Codec) -> Texts:
     """The responses of a window as rewards read them."""
     decode = codec.tokenizer.decode
@@ -150,6 +154,26 @@ def texts_of(rollouts: Sequence[Rollout], codec: Codec) -> Texts:
     )
 
 
+def last_responses(examples: Sequence[Example]) -> Texts:
+    """The last response of each example, or some text where it has none, as rewards read it; there
+    are no tokens yet."""
+    prompts, completions = list[str](), list[str]()
+    for example in examples:
+        contents = [message.content for message in example.messages]
+        has_response = bool(contents) and example.messages[-1].role == "assistant"
+        completions.append(contents.pop() if has_response else "A response.")
+        prompts.append("\n".join(contents))
+    columns = dict.fromkeys(name for example in examples for name in example.columns)
+    return Texts(
+        prompts,
+        completions,
+        lengths=[1] * len(examples),
+        columns={name: [example.columns.get(name) for example in examples] for name in columns},
+        origins=[example.origin for example in examples],
+        ids=[[0]] * len(examples),
+    )
+
+
 @dataclass(frozen=True)
 class RewardTask:
     """A reward, as the process knows it."""
@@ -157,6 +181,19 @@ class RewardTask:
     name: str  # for messages
     rule: str
     settings: Mapping[str, object]
+
+    def request(self, texts: Texts) -> dict[str, object]:
+        """What the process is sent for the rewards of ``texts``."""
+        return {
+            "rule": self.rule,
+            "settings": dict(self.settings),
+            "prompts": list(texts.prompts),
+            "completions": list(texts.completions),
+            "lengths": list(texts.lengths),
+            "ids": [list(ids) for ids in texts.ids],
+            "sessions": list(texts.sessions or range(len(texts.completions))),
+            "columns": {name: list(values) for name, values in texts.columns.items()},
+        }
 
 
 @dataclass(frozen=True)
@@ -259,10 +296,9 @@ class RewardProcess:
         default_factory=list, init=False
     )  # of the window's environments, and what they answered
 
-    def check(self, task: RewardTask, seconds: float) -> None:
+    def check(self, task: RewardTask) -> None:
         """Raise ``RunError`` unless ``task`` can be computed: its file is run."""
-        empty = Texts((), (), (), {})
-        result = self.compute(task, empty, seconds)
+        result = self.compute(task, NO_TEXTS, LEAST_SECONDS)
         if result.failures:
             raise RunError(f"{task.name}: {result.failures[0].why}")
 
@@ -274,7 +310,7 @@ class RewardProcess:
         that take too long if ``is_one_enough``."""
         count = len(texts.completions)
         try:
-            reply = self._ask(task, texts, seconds)
+            reply = self._send(task.request(texts), seconds)
         except LateError:
             why = f"took more than {seconds:g} seconds (reward_timeout)"
             return self._hanging(task, texts, seconds, why, is_one_enough=is_one_enough)
@@ -296,7 +332,7 @@ class RewardProcess:
         # each, so a single one is enough where the run stops anyway.
         for place in range(count):
             try:
-                reply = self._ask(task, texts.at(place), seconds)
+                reply = self._send(task.request(texts.at(place)), seconds)
             except LateError:
                 reply = {"error": why}
             if "error" in reply:
@@ -322,40 +358,28 @@ class RewardProcess:
         self._steps.append((request, reply))
         return reply
 
-    def _ask(self, task: RewardTask, texts: Texts, seconds: float) -> dict[str, Any]:
-        """The rewards of ``texts``. Raises ``LateError``."""
-        request = {
-            "rule": task.rule,
-            "settings": dict(task.settings),
-            "prompts": list(texts.prompts),
-            "completions": list(texts.completions),
-            "lengths": list(texts.lengths),
-            "ids": [list(ids) for ids in texts.ids],
-            "sessions": list(texts.sessions or range(len(texts.completions))),
-            "columns": {name: list(values) for name, values in texts.columns.items()},
-        }
-        return self._send(request, seconds)
-
     def _send(self, request: Mapping[str, object], seconds: float) -> dict[str, Any]:
         """The process's answer. Raises ``LateError``, and ends the process then."""
-        reply = self._answer(request, seconds)
+        reply = self._restarted(seconds) or self._exchange(request, seconds)
         if "killed_by" in reply:
             by = reply["killed_by"]
             logger.warning("the process of rewards was killed by %s; it is started again", by)
-            reply = self._answer(request, seconds)
+            reply = self._restarted(seconds) or self._exchange(request, seconds)
         return reply
 
-    def _answer(self, request: Mapping[str, object], seconds: float) -> dict[str, Any]:
-        """The same of one attempt."""
-        if self._child is None or self._child.code is not None:
-            # By its path, as a program: `spawn` would import the script that called us, and `fork`
-            # copies locks (docs/decisions/0052).
-            self._child = Child([str(WORKER)], talks=True, patience=0)
-            for earlier, answer in self._steps:
-                if (now := self._exchange(earlier, seconds)) != answer:
-                    why = now.get("error", "it answers the same responses in another way")
-                    return {"error": f"the environment's process ended, and a new one: {why}"}
-        return self._exchange(request, seconds)
+    def _restarted(self, seconds: float) -> dict[str, Any] | None:
+        """Start the process if there is none; an ``error`` if its environments cannot be as those
+        that were lost."""
+        if self._child is not None and self._child.code is None:
+            return None
+        # By its path, as a program: `spawn` would import the script that called us, and `fork`
+        # copies locks (docs/decisions/0052).
+        self._child = Child([str(WORKER)], talks=True, patience=0)
+        for earlier, answer in self._steps:
+            if (now := self._exchange(earlier, seconds)) != answer:
+                why = now.get("error", "it answers the same responses in another way")
+                return {"error": f"the environment's process ended, and a new one: {why}"}
+        return None
 
     def _exchange(self, request: Mapping[str, object], seconds: float) -> dict[str, Any]:
         """What the running process answers; how it has ended, if a function has ended it."""
@@ -364,16 +388,16 @@ class RewardProcess:
             if self._child.send(request):
                 answer = self._child.answer(seconds)
                 if answer is None:
-                    self.end()
+                    self.close()
                     raise LateError
                 return answer
         failure = {"error": f"ended its process {self._child.ending}"}
         if (by := self._child.killed_by) is not None:
             failure["killed_by"] = by
-        self.end()
+        self.close()
         return failure
 
-    def end(self) -> None:
+    def close(self) -> None:
         """End the process, with all that it has started."""
         if self._child is not None:
             self._child.end()

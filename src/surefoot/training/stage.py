@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ..data.store.dataset import EncodedDataset
     from ..data.text.codec import Codec
     from ..generate.generation import Sample
-    from .rewards import Reward, Rewarded
+    from .rewards import Reward, Rewarded, RewardProcess
     from .rollout import Event, Rollout
 
 Reduction: TypeAlias = "Callable[[Outputs, Batch], torch.Tensor]"  # a row per example
@@ -165,6 +165,12 @@ class Stage(ABC):
         """Examples with the columns that auxiliary models compute before the first step. They are
         cached on disk: by item if they do not depend on other examples, or by global window."""
         return examples
+
+    def try_out(  # noqa: B027 - most stages run nothing of a user's
+        self, examples: Iterator[Example], process: RewardProcess
+    ) -> None:
+        """Call what a user wrote for this stage on the first of ``examples``, in ``process``, which
+        is no other run's: before a model is loaded, on rank 0. Raises ``RunError``."""
 
     def prepare(self, context: StageContext, examples: Sequence[Features]) -> Prepared:
         """What to train on of a global window: rollouts, advantages, metrics of the window."""

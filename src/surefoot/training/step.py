@@ -31,6 +31,7 @@ from ..network.network import Network
 from ..optim.bf16_weights import move_weights
 from ..optim.optimizer import Schedule
 from ..optim.trained import TrainedParameters
+from ..parallel.progress import wait_for_ranks
 from ..parallel.sharded_model import gather_nothing, global_norm
 from ..parallel.world import local
 from .section import TrainSection
@@ -83,7 +84,7 @@ class PendingMetrics:
     def read(self) -> StepMetrics:
         """The metrics."""
         if self.sent is not None:
-            self.sent.synchronize()
+            wait_for_ranks(self.sent.synchronize)
         loss, weight, tokens, *metrics, norm = self.values.tolist()
         by_name = dict(zip(self.names, metrics, strict=True))
         return StepMetrics(loss, weight, norm, self.learning_rate, by_name, int(tokens), self.scale)
@@ -140,11 +141,11 @@ class Step:
             # need not wait to know.
             self.optimizer.found_inf = unread.is_bad  # type: ignore[attr-defined]
             self.optimizer.step()  # which looks at it on the device
-        elif not unread.is_bad:
+        elif not wait_for_ranks(bool, unread.is_bad):
             self.optimizer.step()
         move_weights(self.optimizer, for_gradients=False)
         if self.scaler.enabled:
-            self.scaler.update(overflowed=bool(unread.is_bad))
+            self.scaler.update(overflowed=wait_for_ranks(bool, unread.is_bad))
 
     def _set_learning_rate(self, step: int) -> float:
         for group in self.optimizer.param_groups:
@@ -159,7 +160,7 @@ class Step:
             return 1.0
         here = sum(batch.num_trained for batch in window)
         trained = self.sums(torch.tensor([here], dtype=torch.float64))
-        return self.scaler.scale / max(1.0, float(trained))
+        return self.scaler.scale / max(1.0, wait_for_ranks(float, trained))
 
     def _normalise(self, divisor: torch.Tensor) -> torch.Tensor:
         """Divide all gradients and clip them, in one pass; their global norm before clipping."""
@@ -279,7 +280,7 @@ class InitialValues:
 
     def __post_init__(self) -> None:
         parameters = self.network.named.items()
-        self._values = {name: _local(p).cpu().clone() for name, p in parameters}
+        self._values = {name: wait_for_ranks(_local(p).cpu).clone() for name, p in parameters}
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -299,7 +300,7 @@ class InitialValues:
         gather_nothing(self.network.module)
         for name, parameter in self.network.named.items():
             live, stored = _local(parameter), self._values[name]
-            current = live.cpu().clone()
+            current = wait_for_ranks(live.cpu).clone()
             live.copy_(stored)
             stored.copy_(current)
 

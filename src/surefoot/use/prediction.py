@@ -367,8 +367,7 @@ def open_results(
     )
     if earlier_results:
         logger.info("%s: continuing after %s", output.path, counted(len(earlier_results), what[0]))
-    is_writer = world.rank == share.index * (world.size // share.count)
-    return ResultJournal(output, job, earlier_results, share.index, is_writer)
+    return ResultJournal(output, job, earlier_results, share.index, share.is_first)
 
 
 def _earlier(

@@ -16,7 +16,7 @@ from ..data.text.codec import Codec
 from ..errors import DataError, RecipeError, RunError
 from ..parallel.world import ALONE
 from ..recipe.recipe import Recipe
-from ..run.code_files import code_of, try_rewards
+from ..run.code_files import try_rewards
 from ..run.contexts import context_of
 from ..run.parts import RunParts
 from ..training.kept_rollouts import Recorded
@@ -80,7 +80,6 @@ def check_rewards(recipe: Recipe, count: int) -> RewardCheck:
     Raises ``RecipeError`` if the stage has no reward, ``RunError`` if one fails."""
     if not recipe.stage.max_new_tokens:
         raise RecipeError("stage: nothing is sampled and rewarded; expected one such as grpo")
-    code_of(recipe)
     try_rewards(recipe)
     opened = open_start(recipe, heads=recipe.stage.heads)
     items = _prompts(recipe, opened.codec, count)

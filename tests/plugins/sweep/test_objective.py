@@ -1,11 +1,16 @@
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
+from surefoot.data.section import DataSection
 from surefoot.errors import RecipeError
-from surefoot.plugins.sweep.objective import Objective, choose_objective
+from surefoot.plugins.sweep import objective
+from surefoot.plugins.sweep.objective import Objective, _incomparable, choose_objective
 from surefoot.plugins.sweep.space import open_space
+from surefoot.recipe.recipe import Recipe
+from surefoot.schema import SameRows, paths, setting_at, settings
 
 from .test_space import RECIPE
 
@@ -42,10 +47,12 @@ def test_a_training_loss_is_a_mean_over_the_last_tenth_of_the_steps():
 
 @pytest.fixture
 def choose(tmp_path):
-    def choose(*arguments, metric=None, direction=None, **sections):
+    def choose(*arguments, metric=None, direction=None, is_space=False, **sections):
         path = tmp_path / "recipe.yaml"
         path.write_text(json.dumps({**RECIPE, **sections}))
         space = open_space(path, arguments or ["method.lora.rank=8,16"])
+        if is_space:
+            return space.base
         return choose_objective(space.base, [key.key for key in space.keys], metric, direction)
 
     return choose
@@ -83,5 +90,22 @@ def test_losses_that_mean_different_things_are_not_compared(choose, argument):
 def test_training_data_may_vary_if_the_held_out_rows_do_not(choose):
     held_out = {**RECIPE["data"], "eval_datasets": ["held"]}
     assert choose("data.datasets=[a],[a,b]", data=held_out, train=TRAIN) == LAST
+    assert choose("data.shuffle=true,false", data=DATA, train=TRAIN) == LAST
+    assert choose("data.mix_strategy=concat,interleave_once", data=DATA, train=TRAIN) == LAST
     with pytest.raises(RecipeError, match=r"does not compare"):
         choose("data.datasets=[a],[a,b]", data=DATA, train=TRAIN)
+
+
+def test_what_may_change_on_a_resume_changes_no_metric(choose):
+    base = choose(data=DATA, train=TRAIN, is_space=True)
+    keys = [way for way in paths(Recipe) if (at := setting_at(Recipe, way)) and at.may_change]
+    assert ("stage", "grpo", "sampler") in keys
+    assert not [way for way in keys if _incomparable(base, ".".join(way), "eval_loss")]
+
+
+def test_a_new_setting_says_by_its_mark_whether_trials_compare(choose, monkeypatch):
+    base, key = choose(data=DATA, train=TRAIN, is_space=True), "data.buffer_size"
+    assert "rows or tokens" in _incomparable(base, key, "eval_loss")
+    now = replace(settings(DataSection)["buffer_size"], same_rows=SameRows())
+    monkeypatch.setattr(objective, "setting_at", lambda _, keys: now if len(keys) == 2 else None)
+    assert _incomparable(base, key, "eval_loss") is None

@@ -13,6 +13,7 @@ from each import some
 from project import Project, metrics
 from surefoot.errors import DataError, ModelError, RecipeError
 from surefoot.model.section import recomputation
+from surefoot.parallel import section
 from surefoot.parallel.world import ALONE as ONE
 from surefoot.recipe.recipe import load
 from surefoot.recipe.recipe_data import open_codec
@@ -154,6 +155,18 @@ def test_new_tokens_make_room_in_the_embeddings(project):
 def test_what_would_stop_the_run_stops_the_plan(project, overrides, machine, error, words):
     with pytest.raises(error, match=words):
         plan(project, *overrides, machine=machine)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_axis_that_the_plan_does_not_know_is_refused_above_1(size, project, monkeypatch):
+    monkeypatch.setattr(section, "AXES", (*section.AXES, "cp"))
+    monkeypatch.setattr(section.ParallelSection, "cp", size, raising=False)
+    recipe = load(project.recipe)
+    if size == 1:
+        assert rank_memory.mesh_of(recipe, Machine(2, on_gpu=False)).num_processes == 2
+        return
+    with pytest.raises(RecipeError, match=r"parallel\.cp: .* is not estimated; leave it at 1"):
+        plan(project, machine=Machine(4, on_gpu=False))
 
 
 @pytest.mark.proof

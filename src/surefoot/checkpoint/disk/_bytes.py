@@ -13,6 +13,7 @@ from operator import add
 import torch
 
 from ...errors import CheckpointError
+from ...parallel.progress import wait_for_ranks
 from ...parallel.sharding import Box
 from ...storage import files
 from ...storage.parallel_work import ByteStream
@@ -119,7 +120,7 @@ def _dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return wait_for_ranks(tensor.detach().resolve_conj().resolve_neg().cpu).contiguous()
 
 
 def new_tensor(stored: TensorEntry | Piece) -> torch.Tensor:

@@ -26,6 +26,7 @@ import torch
 import surefoot
 
 from ...errors import STOP_SIGNALS, CheckpointError
+from ...parallel.progress import wait_for_ranks
 from ...storage.folder_lock import StallWatch, state_of
 from ..disk.commit import clean, parts_of
 from ._snapshot_buffer import FileImages, JobSnapshot, SnapshotBuffer, image_of, places
@@ -315,7 +316,7 @@ def _overlapping(groups: Groups) -> Iterator[None]:
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             # The update of this step may still be queued; the copy must see its result.
             stream.wait_stream(torch.cuda.current_stream(device))
-            stack.callback(stream.synchronize)
+            stack.callback(wait_for_ranks, stream.synchronize)
             stack.enter_context(torch.cuda.stream(stream))
         yield
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ...parallel.progress import wait_for_ranks
 from ..state_tensor import ParameterKind
 from .rule_optimizer import Update
 from .sharded import buckets, complete, part_of, size_of_part
@@ -197,7 +198,8 @@ def _all_to_all(
     output_splits = [sum(of_sender) for of_sender in sizes]
     flat = torch.cat([empty, *(tensor.reshape(-1) for of_rank in tensors for tensor in of_rank)])
     received = empty.new_empty(sum(output_splits))
-    dist.all_to_all_single(received, flat, output_splits, input_splits, group=group)
+    splits = (output_splits, input_splits)
+    wait_for_ranks(dist.all_to_all_single, received, flat, *splits, group=group)
     buffers = torch.split(received, output_splits)
     parts = [torch.split(buffer, size) for buffer, size in zip(buffers, sizes, strict=True)]
     return [

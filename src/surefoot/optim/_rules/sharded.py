@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from ...parallel.progress import wait_for_ranks
+
 T = TypeVar("T")
 
 
@@ -27,7 +29,7 @@ def add_over_shards(
         mesh = parameter.device_mesh
         for axis, placed in enumerate(parameter.placements):
             if _dim(placed) in dims and mesh.size(axis) > 1:
-                dist.all_reduce(values, group=mesh.get_group(axis))
+                wait_for_ranks(dist.all_reduce, values, group=mesh.get_group(axis))
     return values
 
 

@@ -14,7 +14,7 @@ from ...data.rows.catalog import problems_of
 from ...errors import DataError, RecipeError, RunError, counted
 from ...recipe.recipe import Recipe
 from ...recipe.recipe_data import find_base, with_batch_sizes
-from ...run.code_files import code_of
+from ...run.code_files import check_functions
 from ...run.resolving import resolved
 
 SHUTDOWN = 240  # seconds that torchrun gives its ranks to save; its default of 30 is too few
@@ -134,7 +134,7 @@ def check_ranks(recipe: Recipe, request: LaunchRequest) -> None:
 def check_files(recipe: Recipe) -> None:
     """Raise what is missing, or broken, of the model, the datasets and the code that a recipe
     names, as seen from this machine."""
-    code_of(recipe)
+    check_functions(recipe)
     find_base(resolved(recipe), weights=False)
     if problems := problems_of(recipe.data):
         raise DataError("\n".join(problems))

@@ -9,6 +9,7 @@ looked at.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,10 @@ from .rules import (
     RefusedKeyError,
     Settings,
     apply,
+    mesh,
     nothing,
     only,
     reading_of,
-    sizes,
     to,
 )
 
@@ -41,16 +42,16 @@ def convert_prediction(document: Document) -> Document:
 
 
 def _parallel(content: Mapping[str, Any]) -> Settings:
-    data, model, stages = sizes(content.get("parallel_config") or {})
-    if content.get("use_parallel") is False or data * model * stages == 1:
+    axes = mesh(content.get("parallel_config") or {}, "dp_replicate")
+    if content.get("use_parallel") is False or (count := prod(axes.values())) == 1:
         return {}
-    if stages > 1:
+    if axes["pp"] > 1:
         raise RefusedKeyError(
-            f"pipeline_stage {stages}: responses are generated token by token, and a pipeline "
+            f"pipeline_stage {axes['pp']}: responses are generated token by token, and a pipeline "
             "would idle; use model_parallel"
         )
-    settings = {"parallel.num_processes": data * model, "parallel.tp": model}
-    return settings | ({"parallel.dp_replicate": data} if data > 1 else {})
+    written = {axis: size for axis, size in axes.items() if size > 1 or axis == "tp"}
+    return {"parallel.num_processes": count, **{f"parallel.{a}": n for a, n in written.items()}}
 
 
 def _model(content: Mapping[str, Any]) -> Settings:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,10 +28,10 @@ from .rules import (
     Settings,
     Together,
     apply,
+    mesh,
     nothing,
     only,
     reading_of,
-    sizes,
     to,
 )
 from .words import prompts_of, read_words
@@ -149,23 +150,22 @@ def _parallel(content: Mapping[str, Any]) -> Settings:
     """Ranks and batch size: data-parallel ranks shard the optimizer, or hold replicas."""
     config = content.get("parallel_config") or {}
     runner, parallel = content.get("runner_config") or {}, content.get("parallel") or {}
-    data, model, stages = sizes(config)
+    axis = "dp_shard" if parallel.get("enable_parallel_optimizer") else "dp_replicate"
+    axes = mesh(config, axis)
     settings: dict[str, object] = {}
-    if data * model * stages > 1:
-        settings["parallel.num_processes"] = data * model * stages
-        settings["parallel.tp"] = model
-        is_sharded = bool(parallel.get("enable_parallel_optimizer"))
-        settings["parallel.dp_shard" if is_sharded else "parallel.dp_replicate"] = data
-        settings |= {} if is_sharded else {"parallel.dp_shard": 1}
-        settings |= {"parallel.pp": stages} if stages > 1 else {}
-        if config.get("use_seq_parallel") and model > 1:
+    if (count := prod(axes.values())) > 1:
+        settings["parallel.num_processes"] = count
+        # dp_shard would take what the others leave.
+        written = {name: n for name, n in axes.items() if n > 1 or name in ("dp_shard", "tp")}
+        settings |= {f"parallel.{name}": n for name, n in written.items()}
+        if config.get("use_seq_parallel") and axes["tp"] > 1:
             settings["parallel.sequence_parallel"] = True
     if isinstance(batch := runner.get("batch_size"), int):
         windows = (runner.get("gradient_accumulation_steps") or 1) * (
-            config.get("micro_batch_num") or 1 if stages > 1 else 1
+            config.get("micro_batch_num") or 1 if axes["pp"] > 1 else 1
         )
         settings["train.micro_batch_size"] = batch
-        settings["train.global_batch_size"] = batch * data * windows
+        settings["train.global_batch_size"] = batch * axes[axis] * windows
     return settings
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...parallel import sharding
 from ...recipe.yaml import Document
 from ...schema import Keys, Problem
 from .ranks import rank_folders, root_of
@@ -127,13 +128,19 @@ UNCUT = {f"parallel_config.{n}": only((1, None), "it is not supported here") for
 AXES = ("data_parallel", "model_parallel", "pipeline_stage")
 
 
-def sizes(config: Mapping[str, Any]) -> tuple[int, int, int]:
-    """``data_parallel``, ``model_parallel`` and ``pipeline_stage`` of a ``parallel_config``."""
-    data, model, stages = (config.get(name, 1) for name in AXES)
-    for name, value in zip(AXES, (data, model, stages), strict=True):
+def sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    """The size of each of the ``AXES`` in a ``parallel_config``."""
+    by_axis = {name: config.get(name, 1) for name in AXES}
+    for name, value in by_axis.items():
         if type(value) is not int or value < 1:
             raise RefusedKeyError(f"{name} must be a whole number of at least 1, got {value!r}")
-    return data, model, stages
+    return by_axis
+
+
+def mesh(config: Mapping[str, Any], data_axis: str) -> dict[str, int]:
+    """The axes of a run for a ``parallel_config``, whose ``data_parallel`` is ``data_axis``."""
+    data, model, stages = (sizes(config)[name] for name in AXES)
+    return dict.fromkeys(sharding.AXES, 1) | {data_axis: data, "tp": model, "pp": stages}
 
 
 def reading_of(content: Mapping[str, Any], weights: str) -> Settings:
@@ -147,7 +154,7 @@ def reading_of(content: Mapping[str, Any], weights: str) -> Settings:
     config = content.get("parallel_config") or {}
     if content.get("auto_trans_ckpt") or content.get("use_parallel") is False:
         return {}  # the source has another strategy
-    parts: dict[str, object] = dict(zip(AXES, sizes(config), strict=True))
+    parts: dict[str, object] = {**sizes(config)}
     if set(parts.values()) == {1} or strategy_near(root) is not None:
         return {}
     switches = {

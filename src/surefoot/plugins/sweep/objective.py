@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...checkpoint.disk.retention import more_is_better
+from ...data.section import DataSection
 from ...errors import RecipeError
 from ...recipe.recipe import Recipe
+from ...schema import setting_at
 
 Direction = Literal["minimize", "maximize"]
 Record = Mapping[str, object]  # a line of metrics.jsonl
 Evaluation = tuple[int, float]  # step and value; NaN stands for what is not finite
-# Settings of data that change neither the held-out rows nor what is computed of them.
-_FREE = ("data.packing", "data.shuffle", "data.cache_dir", "data.max_broken_rows", "data.hub")
-_FREE_IF_HELD_OUT = ("data.mix_strategy", "data.interleave_probs")
 _MEANING = {
     "last": "at the last evaluation",
     "best": "at the best evaluation, as the run ends with those weights",
@@ -103,18 +102,29 @@ def choose_objective(
 def _incomparable(recipe: Recipe, key: str, metric: str) -> str | None:
     """What ``key`` changes so that ``metric`` means something else in each trial."""
     data, is_loss = recipe.data, metric.endswith(("loss", "perplexity"))
+    if _is_marked(data, key):
+        return None
     if key.startswith("stage") and is_loss:
         return "what the loss is"
     if key == "train.seed" and data.val_size:
         return "which rows data.val_size holds out"
     if key == "model.path" and is_loss:
         return "the tokens that the loss is a mean over"
-    is_held_out = bool(data.val_size or data.eval_datasets)
-    free = [*_FREE, *(_FREE_IF_HELD_OUT if is_held_out else ())]
-    free += ["data.datasets"] if data.eval_datasets else []
-    if key.startswith("data.") and key not in free:
+    if key.startswith("data."):
         return f"the rows or tokens that {metric} is a mean over"
     return None
+
+
+def _is_marked(data: DataSection, key: str) -> bool:
+    """Whether ``key``, or what it is in, says that it changes nothing that metrics are made of."""
+    keys = key.split(".")
+    ways = (setting_at(Recipe, keys[:end]) for end in range(1, len(keys) + 1))
+    return any(
+        setting.may_change is not None
+        or (setting.same_rows is not None and setting.same_rows.hold(data))
+        for setting in ways
+        if setting is not None
+    )
 
 
 def _step(record: Record) -> int:

@@ -38,6 +38,7 @@ from ...network.open import open_network
 from ...optim.bf16_weights import MASTER
 from ...optim.optimizer import Optimizer
 from ...optim.plateau import Plateau, Reductions
+from ...parallel.sharding import DATA_AXES
 from ...parallel.world import ALONE
 from ...recipe.files import RUN_RECIPE
 from ...recipe.recipe import Recipe
@@ -269,8 +270,7 @@ def _scaler(saved: Mapping[str, Any]) -> dict[str, object]:
 def _write_generators(opened: CheckpointFolder, run: Recipe, step: int, folder: Path) -> None:
     """The generators of a process alone, and of each of several, as they are when the run begins
     its next step: not those that are saved, because each micro-batch of a run seeds them."""
-    mesh = opened.manifest.mesh
-    count = mesh.get("dp_replicate", 1) * mesh.get("dp_shard", 1)
+    count = math.prod(opened.manifest.mesh.get(axis, 1) for axis in DATA_AXES)
     for rank in range(count):
         seed = derive(run.train.seed, step, 0, rank)
         state: dict[str, object] = {

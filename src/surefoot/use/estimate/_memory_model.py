@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ...parallel.sharding import AXES, DATA_AXES
+
 FLOAT32 = 4  # bytes; what gradients are summed over processes in, if weights are gathered in less
 
 
@@ -99,7 +101,8 @@ class Pass:
 
 @dataclass(frozen=True)
 class MeshShape:
-    """The mesh of a run. One rank has no mesh, and gathers nothing."""
+    """The mesh of a run. One rank has no mesh, and gathers nothing. A field that is none of the
+    ``AXES`` says how layers are gathered; an axis that is no field is not estimated."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -110,12 +113,12 @@ class MeshShape:
     @property
     def num_processes(self) -> int:
         """All of them."""
-        return self.num_data_ranks * self.tp * self.pp
+        return math.prod(vars(self).get(axis, 1) for axis in AXES)
 
     @property
     def num_data_ranks(self) -> int:
         """The number of shares into which the examples are divided."""
-        return self.dp_replicate * self.dp_shard
+        return math.prod(vars(self).get(axis, 1) for axis in DATA_AXES)
 
 
 @dataclass(frozen=True)

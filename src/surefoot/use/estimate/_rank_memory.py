@@ -5,7 +5,7 @@ and its memory. The first rank stands for all; the stages of a pipeline are not 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from ...optim.bf16_weights import offloaded_size, update_size
 from ...parallel.launcher import num_processes
 from ...recipe.recipe import Recipe
 from ...recipe.recipe_data import find_base
-from ...run.code_files import code_of
+from ...run.code_files import check_functions
 from ...run.parts import build_codec, collation_of
 from ...training.context import blank_examples
 from ._batches import (
@@ -73,7 +73,7 @@ class PlanBase:
 
 def plan_base(recipe: Recipe, machine: Machine) -> PlanBase:
     """The data and the length of a run. Raises as ``plan.make_plan``."""
-    code_of(recipe)  # a function that is missing is an error here, not when the run begins
+    check_functions(recipe)  # a function that is missing is an error here, not when the run begins
     base = find_base(recipe, weights=False)
     codec = build_codec(recipe, base)
     examples = examples_of(recipe, codec)
@@ -109,7 +109,14 @@ def mesh_of(recipe: Recipe, machine: Machine) -> MeshShape:
         raise RecipeError(
             f"parallel: {error}; change them, or plan for that number with --num-processes"
         ) from None
-    return MeshShape(**axes, reshard_after_forward=recipe.parallel.reshard_after_forward)
+    known = {field.name for field in fields(MeshShape)}
+    if odd := [axis for axis, size in axes.items() if size > 1 and axis not in known]:
+        raise RecipeError(
+            f"parallel.{odd[0]}: what a rank needs where it is above 1 is not estimated; leave it "
+            "at 1 to estimate, or measure a run with `surefoot bench`"
+        )
+    sizes = {axis: size for axis, size in axes.items() if axis in known}
+    return MeshShape(**sizes, reshard_after_forward=recipe.parallel.reshard_after_forward)
 
 
 def precision_of(recipe: Recipe, machine: Machine) -> PrecisionName:
