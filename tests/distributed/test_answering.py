@@ -21,12 +21,13 @@ from surefoot.parallel.world import ALONE
 from surefoot.plugins.mindspore.target import MindSporeFolder
 from surefoot.plugins.mindspore.tensor_layout import ParallelConfig
 from surefoot.recipe.recipe import load
+from surefoot.run.parts import RunParts
 from surefoot.storage import files
 from surefoot.use import open_model, predict
-from surefoot.use.evaluation import adopt, held_out, measure
+from surefoot.use.evaluation import held_out, measure
 from surefoot.use.exporting.conversion import convert
 from surefoot.use.model_loading import open_start
-from surefoot.use.run_evaluation import generations
+from surefoot.use.run_evaluation import adopt, generations
 from test_startup import begun, head
 
 LIVELY = {"initializer_range": 0.3, "num_hidden_layers": 2}  # prompts matter to what is said
@@ -224,12 +225,13 @@ def test_an_answer_of_nothing_is_kept(models, prompts):
     assert one == two
 
 
-def figures(world, recipe, **options):
+def figures(world, recipe):
     """Loss and answers on what the recipe holds out, of what its training begins with."""
-    opened = adopt(open_start(recipe, world=world, **options), recipe)
-    (part,) = held_out(recipe, opened.codec)
-    found = generations(opened, recipe, part.examples)
-    return measure(opened, recipe, part.examples), [answer.answer for answer in found]
+    start = RunParts.to_measure(recipe)
+    opened, parts = adopt(open_start(start, world), recipe)
+    (source,) = held_out(start)
+    found = generations(opened, parts, source.examples)
+    return measure(opened, parts, source.examples), [answer.answer for answer in found]
 
 
 @pytest.mark.proof
@@ -259,6 +261,6 @@ def test_a_quantized_model_is_for_one_process(models, tmp_path):
         with pytest.raises(
             RecipeError, match="a quantized model can be opened on one rank only, not on 2"
         ):
-            open_start(quantized, world=world)
+            open_start(RunParts.to_measure(quantized), world)
 
     ranks.run(2, work, tp=2)

@@ -9,6 +9,7 @@ import weakref
 import pytest
 
 from project import Project, model_folder
+from surefoot.batch import Probe
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import load
 from surefoot.run import assembly, models
@@ -38,6 +39,15 @@ def test_parts_are_of_the_recipe_that_is_written_and_do_not_change(tmp_path):
         parts.train = None
     longer = parts.for_rows(99)
     assert (longer.models.policy.options.longest, parts.models.policy.options.longest) == (99, 0)
+
+
+def test_a_reference_is_proven_on_the_same_packed_rows_as_the_policy(tmp_path):
+    """In some models the tokens of a picture see each other, which only a picture shows."""
+    project = Project(tmp_path, stage="dpo", data={"datasets": ["pairs"]})
+    probe = Probe(None, [])
+    parts = RunParts.of(load(project.recipe), None, ALONE).for_rows(9, [probe])
+    options = parts.models.auxiliary("reference").options
+    assert (options.probes, options.longest) == ([probe], 9)
 
 
 def test_a_reference_is_gone_from_memory_when_the_policy_is_opened(tmp_path, monkeypatch):
