@@ -51,7 +51,7 @@ def check(recipe: Path, overrides: tuple[str, ...], *, samples: int, as_json: bo
         from ..run.parts import RunParts
         from ..use.reward_check import check_rewards
     code_of(loaded)  # what is missing is an error before a model is opened
-    try_rewards(loaded)
+    try_rewards(loaded.stage, loaded.data)
     report = check_rewards(RunParts.to_measure(loaded), samples)
     if as_json:
         click.echo(visible(json.dumps(asdict(report), ensure_ascii=False, indent=2)))

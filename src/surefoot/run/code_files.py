@@ -13,8 +13,8 @@ from typing import Any
 from .. import schema
 from ..data.example import Example
 from ..data.rows.catalog import training_examples
+from ..data.section import DataSection
 from ..errors import RunError, SurefootError
-from ..recipe.recipe import Recipe
 from ..schema.locations import FunctionPath
 from ..storage import files
 from ..storage.files import read_json
@@ -27,20 +27,19 @@ SECONDS = 60.0  # that a file may take to be run
 NAME = "code.json"  # in a checkpoint: the functions of the recipe, and the hashes of their files
 
 
-def code_of(recipe: Recipe, parts: StageParts = AS_IN_THE_RECIPE) -> dict[str, bytes]:
-    """The file that records the functions of ``recipe`` and of ``parts``, if there are some. Raises
-    ``RunError``."""
+def code_of(section: object, parts: StageParts = AS_IN_THE_RECIPE) -> dict[str, bytes]:
+    """The file that records the functions in a recipe or section, and of ``parts``, if there are
+    some. Raises ``RunError``."""
     process = RewardProcess()
-    digests = {str(path): _hash(path, process) for path in functions_in(recipe)} | parts.code()
+    digests = {str(path): _hash(path, process) for path in functions_in(section)} | parts.code()
     process.end()
     return {NAME: json.dumps(digests, indent=2, sort_keys=True).encode()} if digests else {}
 
 
-def try_rewards(recipe: Recipe) -> None:
+def try_rewards(stage: Any, data: DataSection) -> None:
     """Reward two responses, those of the first rows: what is wrong with a reward, and with the
     columns that it takes, is seen before a model is loaded. An environment answers them first.
     Raises ``RunError``."""
-    stage: Any = recipe.stage
     cls: type = type(stage)
     settings = schema.settings(cls)
     rewards = [
@@ -52,7 +51,7 @@ def try_rewards(recipe: Recipe) -> None:
     ]
     examples: list[Example] = []
     with contextlib.suppress(SurefootError):  # said when all datasets are opened
-        examples += islice(training_examples(recipe.data), 2) if rewards else ()
+        examples += islice(training_examples(data), 2) if rewards else ()
     if not examples:
         return
     rows = [DatasetRow(example.columns, example.origin) for example in examples]

@@ -24,7 +24,7 @@ from ..model.section import ModelSection
 from ..parallel.progress import UPLOADING
 from ..parallel.watchdog import watched
 from ..parallel.world import World, explain_peer_loss, joined
-from ..recipe.recipe import Recipe, load, read, read_object
+from ..recipe.recipe import Recipe, dump, load, read, read_object
 from ..recipe.recipe_data import find_base, settled, with_batch_sizes
 from ..storage.files import raising, read_json, write_aside
 from ..storage.memory import allocator_message, is_out_of_memory
@@ -174,7 +174,7 @@ def run(
             logger.info("%s", note)
         code_of(recipe)  # what is missing is an error before anything is loaded
         arguments_of(recipe)  # and so is a name that stands there twice
-        world.on_main(lambda: try_rewards(recipe))
+        world.on_main(lambda: try_rewards(recipe.stage, recipe.data))
         recipe = located(recipe, world)
         outcome = _run(recipe, world, callbacks, trust_pickle, parts, choose, command, began)
         # srun --kill-on-bad-exit and torchrun end all ranks when one exits with 143, as after a
@@ -251,7 +251,7 @@ def _run(
                 # It holds the folder open: a disk on which nothing could be written stays busy.
                 if_it_fails.callback(trainer.saver.close)
                 if world.is_main:
-                    write_recipe(folder, recipe)
+                    write_recipe(folder, dump(recipe))
                     if start is not None:  # a smaller keep makes room before a save
                         trainer.saver.delete_old(**trainer.ranking)
                 if_it_fails.pop_all()

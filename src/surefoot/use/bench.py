@@ -55,12 +55,12 @@ WARM_UP = 2  # steps: the heaviest, which also compiles, and an ordinary one
 ENOUGH = 30.0  # seconds of measured steps, after which no more are begun
 
 
-def measure(recipe: SingleRankRecipe, steps: int) -> BenchResult:
+def measure(rank: SingleRankRecipe, steps: int) -> BenchResult:
     """The figures of ``steps`` optimizer steps, or fewer if they are slow. Nothing of them remains
     except the cache of encoded datasets. Raises as ``surefoot train`` would."""
     with tempfile.TemporaryDirectory(prefix="surefoot-bench-") as folder:
         try:
-            return _measured(recipe, steps, Path(folder))
+            return _measured(rank, steps, Path(folder))
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -71,15 +71,15 @@ def measure(recipe: SingleRankRecipe, steps: int) -> BenchResult:
             ) from error
 
 
-def _measured(recipe: SingleRankRecipe, steps: int, folder: Path) -> BenchResult:
+def _measured(rank: SingleRankRecipe, steps: int, folder: Path) -> BenchResult:
     where = device()
     meter = Meter(Clock(where))
     around = partial(timed, turn=meter.clock.turn, note=meter.count)
-    short = located(recipe.short(WARM_UP + steps, folder), ALONE)
+    short = located(rank.short(WARM_UP + steps, folder), ALONE)
     trainer = build(short, callbacks=[meter], trial=around)
     loader = trainer.windows.loader
     meter.rewind = partial(_go_to, loader, 0)
-    run_steps = num_steps(recipe.train, trainer.windows.steps_per_epoch)
+    run_steps = num_steps(rank.train, trainer.windows.steps_per_epoch)
     _go_to(loader, _heaviest_window(loader, run_steps))
     trainer.fit()
     first, *_ = costs = meter.clock.steps()
@@ -102,9 +102,9 @@ def _measured(recipe: SingleRankRecipe, steps: int, folder: Path) -> BenchResult
         flops=trainer.state.total_flos * tokens / max(1, sum(meter.tokens)),
         gemm_flops=gemm_flops(COMPUTED_IN.get(precision, largest.dtype), where),
         peak_memory=memory,
-        compiling_seconds=max(0.0, sum(first.values()) - ordinary) if recipe.model.compile else 0.0,
+        compiling_seconds=max(0.0, sum(first.values()) - ordinary) if rank.model.compile else 0.0,
         phases=phases,
-        used=used_by(recipe.model, trainer),
+        used=used_by(rank.model, trainer),
     )
 
 

@@ -8,17 +8,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, Protocol, TypeVar, cast
+from typing import Literal, TypeVar, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoint.layouts.detection import is_sequence_classification
+from ..checkpoint.layouts.reading import state_options
 from ..data.example import JSON, Message
 from ..data.media.batch_media import BatchMedia, PromptPictures
 from ..data.media.files import Seen
-from ..data.section import DataSection, without_datasets
+from ..data.section import without_datasets
 from ..data.text.codec import Codec
 from ..data.text.templates import Template, load_template, saved_source
 from ..errors import DamagedFileError, ModelError
@@ -40,28 +41,11 @@ from ..recipe.recipe_data import media_of
 from ..recipe.run_recipe import NONE_DAMAGED, Damaged
 from ..run.parts import RunParts
 from ..storage.weight_files import is_adapter
-from ..training.stage import Stage
 from ._model_location import ModelLocation, locate
 
 logger = logging.getLogger(__name__)
 PLAINLY = ParallelSection()
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-
-
-class RunSettings(Protocol):
-    """What a run says of the use of its model: a ``Recipe`` does, and so do the parts of a run."""
-
-    @property
-    def data(self) -> DataSection:
-        """How messages become text."""
-
-    @property
-    def generate(self) -> GenerateSection:
-        """How responses are sampled."""
-
-    @property
-    def stage(self) -> Stage:
-        """What it was trained for."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +55,7 @@ class LoadedModel:
     network: Network
     tokenizer: PreTrainedTokenizerBase
     template: Template | None  # None: it only continues plain text
-    recipe: RunSettings | None = None  # of the run that made it
+    recipe: Recipe | RunParts | None = None  # of the run that made it
     folder: Path | None = None  # of the weights, of the adapter if it has one
     folders: tuple[Path, ...] = ()  # of all weights
     media: BatchMedia | None = None  # how it reads pictures; None: it reads text alone ...
@@ -332,7 +316,7 @@ def _tokens_of(
     return tokenizer, load_template("auto", tokenizer) if saved_source(tokenizer) else None
 
 
-def gives_rewards(recipe: RunSettings | None, folders: Sequence[Path]) -> bool:
+def gives_rewards(recipe: Recipe | RunParts | None, folders: Sequence[Path]) -> bool:
     """Whether a model in ``folders``, by the ``recipe`` of its run, gives rewards."""
     if recipe is not None:
         return recipe.stage.spec.is_reward
@@ -390,6 +374,7 @@ def _parts(
             raise ModelError(
                 f"{top}: contains no {top.adapter_config.name}; expected the folder of an adapter"
             )
+        _state_reading(top)
         return _on_base(top, located)
     if located.is_adapter:
         return _on_base(located, _base_of(located, base, damaged))
@@ -413,6 +398,7 @@ def _on_base(adapter: ModelLocation, base: ModelLocation) -> ModelFolders:
 def _base_of(adapter: ModelLocation, base: str | Path | None, damaged: Damaged) -> ModelLocation:
     """The base of an adapter: ``base``, or the one in its files, if these are still what the
     adapter was trained on."""
+    _state_reading(adapter)
     if base is not None:
         located = locate(base, damaged)
         if located.is_adapter:
@@ -426,6 +412,12 @@ def _base_of(adapter: ModelLocation, base: str | Path | None, damaged: Damaged) 
             f"--base {named_base}"
         )
     return named_base
+
+
+def _state_reading(adapter: ModelLocation) -> None:
+    """Read the base of an adapter as the recipe of its run says."""
+    if adapter.recipe is not None and adapter.recipe.model.reading:
+        state_options((adapter.recipe.model.path,), adapter.recipe.model.reading)
 
 
 def _named_base(adapter: ModelLocation) -> ModelLocation:

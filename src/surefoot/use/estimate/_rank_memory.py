@@ -117,11 +117,6 @@ def plan_base(parts: RunParts, machine: Machine) -> PlanBase:
     return PlanBase(parts, machine, mesh, examples, lengths, trained, course)
 
 
-def first_rank(ground: PlanBase) -> DryRunModel:
-    """The model of the first rank. Raises ``RecipeError`` if it cannot be sharded."""
-    return ground.build(ground.setting)
-
-
 def whole(ground: PlanBase) -> DryRunModel:
     """The model as a single rank would have it."""
     return ground.build(replace(ground.setting, tp=1, sequence_parallel=False, num_stages=1))

@@ -38,7 +38,6 @@ from ._rank_memory import (
     Machine,
     PeakPictures,
     PlanBase,
-    first_rank,
     machine_for,
     memory_of,
     mesh_of,
@@ -132,7 +131,7 @@ def make_plan(recipe: Recipe, machine: Machine, tokens_per_second: float | None 
         logger.info("%s", note)
     ground = _planned(recipe, machine)
     examples, course = ground.examples, ground.course
-    rank_model = first_rank(ground)
+    rank_model = ground.build(ground.setting)
     alone = whole(ground) if ground.mesh.tp > 1 else rank_model
     rehearsal = rehearsed(ground, rank_model)
     batch = rehearsal.batch
@@ -392,7 +391,7 @@ class _Trial:
         per_rank = max(1, recipe.train.global_batch_size // ranks)
         sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
         ground = _planned(recipe, machine)
-        rank_model = first_rank(ground)
+        rank_model = ground.build(ground.setting)
         snapshot = 0
         if not machine.on_gpu:
             alone = whole(ground) if ground.mesh.tp > 1 else rank_model
