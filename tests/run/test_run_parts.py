@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import gc
 import inspect
+import re
 import weakref
 
 import pytest
@@ -51,9 +52,8 @@ def takes_recipe(function):
     return {a.arg for a in every if a.annotation and "Recipe" in words(a.annotation)}
 
 
-def words(tree):
-    named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    return named | {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+def words(annotation):
+    return re.findall(r"\w+", ast.unparse(annotation))
 
 
 def functions_of(tree):

@@ -203,13 +203,8 @@ class RunParts:
         base = find_base(recipe)
         parts = cls.around(recipe, open_codec(recipe, base), base)
         policy = parts.models.policy
-        options = replace(
-            policy.options,
-            method=None,
-            parallel=parallel or ParallelSection(),
-            is_trainable=False,
-            only_generates=True,
-        )
+        options = replace(policy.options, method=None, is_trainable=False, only_generates=True)
+        options = replace(options, parallel=parallel or ParallelSection())
         section = replace(policy.section, compile=False)
         policy = replace(policy, section=section, options=options)
         return replace(parts, models=replace(parts.models, policy=policy))

@@ -224,13 +224,7 @@ def _run(
         start = world.from_main(start)
         settings = schema.write(recipe)
         with recorded(
-            folder.path,
-            recipe.train,
-            settings,
-            world,
-            start,
-            command=command,
-            began=began,
+            folder.path, recipe.train, settings, world, start, command=command, began=began
         ) as launch:
             uploads = uploads_of(recipe.train) if world.is_main else None
             trainer = build(

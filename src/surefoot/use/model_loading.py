@@ -294,7 +294,7 @@ class ModelFolders:
 
     @property
     def is_reward_run(self) -> bool:
-        """Whether a run of ours trained it to give rewards."""
+        """Whether Surefoot trained it to give rewards."""
         return self.recipe is not None and self.recipe.stage.spec.is_reward
 
     @property

@@ -149,16 +149,13 @@ def evaluate_run(
     start = parts_of_start(recipe, world, parallel, is_needed=is_needed)
     # Before the model is opened: two models are never in memory together, and what the reference
     # says never changes, so it is asked once for all evaluations (docs/decisions/0038).
-    columns, others = dict[str, list[Features]](), dict[str, Network]()
-    if start is not None:
-        columns = auxiliary_columns(start, world, dataset=dataset, limit=limit)
+    ahead = {} if start is None else auxiliary_columns(start, world, dataset=dataset, limit=limit)
     opened, parts = adopt(open_evaluated(recipe, path, base, start, world, parallel), recipe)
     with world.main_first():  # which fills the cache
         sources = held_out(start or parts, dataset=dataset, limit=limit)
-    if start is not None:
-        others = staying(start, parts.codec, world)
+    others = {} if start is None else staying(start, parts.codec, world)
     results = [
-        _evaluate(opened, parts, source, columns.get(source.name), others, progress)
+        _evaluate(opened, parts, source, ahead.get(source.name), others, progress)
         for source in sources
     ]
     folder = None if path is None else opened.folder

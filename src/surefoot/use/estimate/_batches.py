@@ -11,7 +11,7 @@ import numpy as np
 
 from ...batch import IGNORE_INDEX, Features
 from ...data.data_order import Index, mixed
-from ...data.example import BrokenRow, Example, items_of
+from ...data.example import Example, items_of
 from ...data.order.loader import Loader, Shuffle
 from ...data.order.micro_batches import Batching, balance_by_length, num_passes, positions, sums
 from ...data.rows.catalog import Catalog
@@ -72,19 +72,14 @@ def _sample(parts: RunParts, entry: DatasetEntry) -> _Sample:
     chosen = list(islice(read_rows(entry, section), 0, None, -(-rows // ROWS)))
     if entry.num_samples is not None and not section.streaming:
         rows = min(entry.num_samples, section.max_samples or entry.num_samples)
-    items = _encoded(parts, chosen)
+    outcomes = parts.stage.encode([e for e in chosen if isinstance(e, Example)], parts.codec)
+    items = [item for outcome in outcomes for item in items_of(outcome)]
     if not items:
         raise DataError(
             f"dataset {entry.name!r}: none of {counted(len(chosen), 'row')} has trained tokens; "
             "`surefoot preview` shows why"
         )
     return _Sample(items, len(chosen), rows)
-
-
-def _encoded(parts: RunParts, rows: Sequence[Example | BrokenRow]) -> Sequence[Features]:
-    examples = [row for row in rows if isinstance(row, Example)]
-    outcomes = parts.stage.encode(examples, parts.codec)
-    return [item for outcome in outcomes for item in items_of(outcome)]
 
 
 _ITEMS = 100_000  # examples whose labels are looked at together
