@@ -57,7 +57,7 @@ def bench(recipe: Path, overrides: tuple[str, ...], steps: int, as_json: bool) -
     from ..use.bench import measure
 
     rank_recipe = SingleRankRecipe.of(loaded)
-    with Console(stderr=True).status("measuring the recipe"):
+    with Console(markup=False, stderr=True).status("measuring the recipe"):
         figures = measure(rank_recipe, steps)
     if as_json:
         print_json(figures.as_data(rank_recipe))
