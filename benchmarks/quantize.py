@@ -41,13 +41,14 @@ print(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split(
 
 def held_out_ids(run: Path) -> list[list[int]]:
     """The token ids of the rows that the run was not trained on."""
+    from surefoot.run.parts import RunParts
     from surefoot.use.evaluation import encoded, held_out
     from surefoot.use.model_loading import codec_of, find_parts
 
-    parts = find_parts(run)
-    codec, stage = codec_of(parts), parts.recipe.stage
-    found = held_out(parts.recipe, codec)
-    items = [item for part in found for item in encoded(stage, part.examples, codec)]
+    folders = find_parts(run)
+    parts = RunParts.around(folders.recipe, codec_of(folders), folders.model)
+    sources = held_out(parts)
+    items = [i for each in sources for i in encoded(parts.stage, each.examples, parts.codec)]
     return [list(map(int, item["input_ids"])) for item in items]
 
 

@@ -8,8 +8,7 @@ from surefoot.cli.main import main
 from surefoot.data.training_data import find, open_stream
 from surefoot.model.loading import resolve
 from surefoot.recipe.recipe import load
-from surefoot.recipe.recipe_data import encoding_of
-from surefoot.run.parts import build_codec
+from surefoot.recipe.recipe_data import build_codec, encoding_of
 
 NOT_HELD = ["data.val_size=0", "train.eval_steps=null"]
 

@@ -9,7 +9,7 @@ import surefoot
 from folders import save_data, save_model, save_recipe
 from project import Project, metrics
 from stage_data import written
-from surefoot.use.model_loading import open_start
+from surefoot.network.open import open_network
 
 run, ok, refused = commands.of("eval")
 
@@ -189,11 +189,11 @@ def test_what_the_reference_computes_is_kept_for_the_next_evaluation(tmp_path, m
     )
     opened = []
 
-    def counted(recipe, **options):
-        opened.append(recipe.model.path)
-        return open_start(recipe, **options)
+    def counted(folder, *arguments):
+        opened.append(str(folder))
+        return open_network(folder, *arguments)
 
-    monkeypatch.setattr("surefoot.use.evaluation.open_start", counted)
+    monkeypatch.setattr("surefoot.run.models.open_network", counted)
     assert "no trained model yet" in run(made.recipe).stderr
     assert not opened, "the reference was asked before a model was found"
     surefoot.train(made.recipe)

@@ -24,6 +24,7 @@ from surefoot.data.section import MediaSection
 from surefoot.data.training_data import prepare
 from surefoot.errors import DataError
 from surefoot.recipe.recipe_data import encoding_of, open_codec
+from surefoot.run.parts import RunParts
 from surefoot.use.data_check.check import check_data
 
 SOURCE = Path(surefoot.__file__).parent
@@ -319,7 +320,7 @@ def test_rows_with_other_pictures_are_not_those_that_are_trained_on(kind, base, 
     prepare(encoding_of(recipe, open_codec(recipe, base)))
     assert "held.jsonl': " not in caplog.text
     assert "seen.jsonl': 1 of its 2 examples are trained on, too" in caplog.text
-    found = check_data(recipe, open_codec(recipe, base))
+    found = check_data(RunParts.unopened(recipe))
     rows = found.datasets[0]
     assert rows.equal.rows == ["rows.jsonl:2 is rows.jsonl:0"]
     assert [overlap.same.rows for overlap in found.overlaps] == [[], ["seen.jsonl:0"]]
@@ -338,7 +339,7 @@ def test_each_picture_that_cannot_be_read_is_named_and_the_others_are_checked(ki
     rows = [asked("<image>", [name]) for name in ("good.png", "none.png", "cut.jpg", url)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     recipe = pictures.recipe(tmp_path, base)
-    found = check_data(recipe, open_codec(recipe, base))
+    found = check_data(RunParts.unopened(recipe))
     none, cut, kept = found.datasets[0].bad_pictures
     assert none.startswith("rows.jsonl:1: picture none.png: no such file")
     assert cut.startswith("rows.jsonl:2: picture cut.jpg: image file is truncated")

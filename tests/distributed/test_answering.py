@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from functools import cache
 
 import pytest
@@ -11,6 +12,7 @@ import folders
 import ranks
 from counting import Counting
 from each import some
+from project import Project, model_folder
 from spread import save
 from surefoot.data.text.prompts import Prompt, read_prompts
 from surefoot.errors import RecipeError
@@ -21,12 +23,13 @@ from surefoot.parallel.world import ALONE
 from surefoot.plugins.mindspore.target import MindSporeFolder
 from surefoot.plugins.mindspore.tensor_layout import ParallelConfig
 from surefoot.recipe.recipe import load
+from surefoot.run.parts import RunParts
 from surefoot.storage import files
 from surefoot.use import open_model, predict
-from surefoot.use.evaluation import adopt, held_out, measure
+from surefoot.use.evaluation import held_out, measure
 from surefoot.use.exporting.conversion import convert
-from surefoot.use.model_loading import open_start
-from surefoot.use.run_evaluation import generations
+from surefoot.use.model_loading import PLAINLY, open_start
+from surefoot.use.run_evaluation import adopt, evaluate_run, generations
 from test_startup import begun, head
 
 LIVELY = {"initializer_range": 0.3, "num_hidden_layers": 2}  # prompts matter to what is said
@@ -224,12 +227,17 @@ def test_an_answer_of_nothing_is_kept(models, prompts):
     assert one == two
 
 
-def figures(world, recipe, **options):
+def quiet(_title, _count):
+    return nullcontext(lambda _: None)
+
+
+def figures(world, recipe):
     """Loss and answers on what the recipe holds out, of what its training begins with."""
-    opened = adopt(open_start(recipe, world=world, **options), recipe)
-    (part,) = held_out(recipe, opened.codec)
-    found = generations(opened, recipe, part.examples)
-    return measure(opened, recipe, part.examples), [answer.answer for answer in found]
+    start = RunParts.to_measure(recipe)
+    opened, parts = adopt(open_start(start, world), recipe)
+    (source,) = held_out(start)
+    found = generations(opened, parts, source.examples)
+    return measure(opened, parts, source.examples), [answer.answer for answer in found]
 
 
 @pytest.mark.proof
@@ -251,6 +259,29 @@ def test_an_evaluation_of_two_processes_is_that_of_one(packing, models, tmp_path
             assert answers == answered
 
 
+@pytest.mark.parametrize("packing", [pytest.param(False, marks=pytest.mark.proof), True])
+def test_a_reference_on_two_ranks_computes_what_it_does_on_one(packing, tmp_path):
+    reference = model_folder(tmp_path / "reference", **LIVELY)
+    made = Project(
+        tmp_path / "project",
+        stage={"dpo": {"reference": str(reference)}},
+        data={"datasets": ["pairs"], "val_size": 4, "packing": packing},
+        generate={"max_new_tokens": 2},
+    )
+
+    def work(world, cache, parallel=PLAINLY):
+        recipe = load(made.recipe, [f"data.cache_dir={tmp_path / cache}"])
+        report = evaluate_run(recipe, world, parallel, progress=quiet, model="base")
+        return report.overall.metrics
+
+    expected = work(ALONE, "one")
+    assert expected["rewards/margins"] != 0, "the reference is another model"
+    for number, parallel in enumerate(MESHES):
+        section = with_replicas(ParallelSection(num_processes=2, **parallel), 2)
+        for found in ranks.run(2, lambda w: work(w, f"two{number}", section), **parallel):  # noqa: B023
+            assert found == pytest.approx(expected, abs=1e-4, rel=1e-4)
+
+
 def test_a_quantized_model_is_for_one_process(models, tmp_path):
     recipe = folders.save_recipe(tmp_path, method={"lora": {}})
     quantized = load(recipe, ["model.quantization_bit=8"])
@@ -259,6 +290,6 @@ def test_a_quantized_model_is_for_one_process(models, tmp_path):
         with pytest.raises(
             RecipeError, match="a quantized model can be opened on one rank only, not on 2"
         ):
-            open_start(quantized, world=world)
+            open_start(RunParts.to_measure(quantized), world)
 
     ranks.run(2, work, tp=2)

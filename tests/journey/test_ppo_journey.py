@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import surefoot
 from commands import ok, refused
@@ -17,6 +17,7 @@ from stage_data import REWARD
 from surefoot.data.example import Example, Message
 from surefoot.recipe.recipe import load
 from surefoot.run.assembly import build
+from surefoot.run.parts import RunParts
 from surefoot.run.resolving import resolved
 from surefoot.training.rewards import by_name
 from surefoot.training.rollout import DatasetRow, Rollout
@@ -108,7 +109,7 @@ def test_a_plan_counts_what_computes_beside_the_policy(trained, reward_model):
 
     def sizes(*changes):
         recipe = resolved(load(trained.recipe, changes))
-        policy = dry_run(recipe, base, AutoTokenizer.from_pretrained(base), options)
+        policy = dry_run(RunParts.unopened(recipe), options)
         beside = [p for other in policy.others for p in other.module.parameters()]
         found = initial_values_size(policy, 1), sum(4 * p.numel() for p in beside)
         return found, 4 * policy.network.num_trainable

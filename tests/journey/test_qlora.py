@@ -79,5 +79,5 @@ def test_settings_of_4_bits_are_refused_where_there_are_none(tmp_path):
 
 def test_several_processes_are_refused(tmp_path):
     made = project(tmp_path, 4)
-    with pytest.raises(RecipeError, match="can be trained on one rank only, not on 2"):
+    with pytest.raises(RecipeError, match="can be opened on one rank only, not on 2"):
         build(load(made.recipe), world=World(0, 2))

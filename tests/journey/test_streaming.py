@@ -12,8 +12,7 @@ from surefoot.data.training_data import encode_stream
 from surefoot.errors import DataError, RecipeError
 from surefoot.model.loading import resolve
 from surefoot.recipe.recipe import load
-from surefoot.recipe.recipe_data import encoding_of
-from surefoot.run.parts import build_codec
+from surefoot.recipe.recipe_data import build_codec, encoding_of
 from test_never_lost import assert_no_worse_for_it, killed_again_and_again
 
 MANY = 60

@@ -17,8 +17,8 @@ from surefoot.errors import RecipeError
 from surefoot.methods import LoRA
 from surefoot.model.expansion import note_new_tokens
 from surefoot.recipe.recipe import load
+from surefoot.recipe.recipe_data import build_codec
 from surefoot.run.assembly import build
-from surefoot.run.parts import build_codec
 from surefoot.use import export, open_model
 
 PLAIN = {"lora": {"rank": 2}}

@@ -2,7 +2,6 @@
 
 import shutil
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +21,7 @@ from surefoot.optim._variants.adamw import AdamW
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import load
+from surefoot.recipe.recipe_data import SingleRankRecipe
 from surefoot.run.assembly import build
 from surefoot.use.bench import measure
 from zoo import architectures
@@ -78,7 +78,7 @@ def nothing_is_encoded(monkeypatch):
     monkeypatch.setattr("surefoot.run._data_loading.open_data", lambda *_: pytest.fail("encoded"))
 
 
-@pytest.mark.parametrize("act", [build, partial(measure, steps=1)])
+@pytest.mark.parametrize("act", [build, lambda recipe: measure(SingleRankRecipe.of(recipe), 1)])
 def test_building_and_benching_refuse_before_any_data_is_encoded(project, nothing_is_encoded, act):
     recipe = load(project, {"model.attention": "flash_attention_2"})
     with pytest.raises(ModelError, match="flash_attention_2 needs a GPU"):

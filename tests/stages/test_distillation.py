@@ -17,6 +17,7 @@ from surefoot.model.tokenizer import load_tokenizer
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import load
 from surefoot.run.assembly import build
+from surefoot.run.parts import RunParts
 from surefoot.use.estimate import _dry_run as dry_run
 from surefoot.use.estimate._fake_tensors import HoldingOptions
 from surefoot.use.evaluation import staying
@@ -183,17 +184,14 @@ def test_an_adapter_of_the_output_head_is_refused_before_the_first_step(made, tm
 
 
 def test_two_distributions_are_not_compared_on_several_ranks(made):
-    with (
-        pytest.raises(RecipeError, match="evaluate this run on one process"),
-        staying(load(made.recipe), None, SimpleNamespace(size=2), PLAINLY),
-    ):
-        pass
+    with pytest.raises(RecipeError, match="evaluate this run on one process"):
+        staying(RunParts.to_measure(load(made.recipe)), None, SimpleNamespace(size=2))
 
 
 def test_a_plan_counts_the_teacher(made):
-    base, setting = made.folder / "model", HoldingOptions("fp32", torch.float32)
+    setting = HoldingOptions("fp32", torch.float32)
     plain, beside = (
-        dry_run.build(load(made.recipe, options), base, load_tokenizer(base), setting)
+        dry_run.build(RunParts.unopened(load(made.recipe, options)), setting)
         for options in (["stage=sft"], [])
     )
     teacher = AutoModelForCausalLM.from_pretrained(made.folder / "teacher")

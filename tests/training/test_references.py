@@ -35,11 +35,13 @@ from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import load
 from surefoot.run.assembly import build
 from surefoot.run.contexts import eval_set
+from surefoot.run.parts import RunParts
 from surefoot.stages import DPO
 from surefoot.training import TrainerCallback
 from surefoot.training.precompute import precomputation, with_items
 from surefoot.use import open_model
-from surefoot.use.evaluation import adopt, auxiliary_columns, held_out, measure
+from surefoot.use.evaluation import auxiliary_columns, held_out, measure
+from surefoot.use.run_evaluation import adopt
 
 FOUND, ASKED = "reference log-probabilities: loaded from the cache", "examples in"
 
@@ -161,12 +163,13 @@ def test_another_model_may_be_the_reference(tmp_path, caplog):
     ahead = metrics(before.run)[-1]["rewards/margins"]
     assert first["rewards/margins"] == pytest.approx(-ahead, rel=0.5)  # so much it is behind
     recipe = load(made.recipe, options)
+    own = RunParts.to_measure(recipe)
     start, end = (adopt(open_model(path), recipe) for path in (other, made.run / "checkpoint-4"))
-    (part,) = held_out(recipe, start.codec)
-    says = auxiliary_columns(recipe)[part.name]
-    same = measure(start, recipe, part.examples, columns=says)
+    (source,) = held_out(own)
+    says = auxiliary_columns(own)[source.name]
+    same = measure(*start, source.examples, columns=says)
     assert same["rewards/margins"] == pytest.approx(0, abs=1e-5)
-    found = measure(end, recipe, part.examples, columns=says)
+    found = measure(*end, source.examples, columns=says)
     assert found["rewards/margins"] == pytest.approx(logged["eval_rewards/margins"], abs=1e-5)
 
 

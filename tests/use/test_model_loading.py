@@ -12,6 +12,7 @@ from folders import CHATML, edit_json, save_adapter, save_model, save_recipe, to
 from surefoot.data.example import Message
 from surefoot.errors import ModelError, SurefootError, TemplateError
 from surefoot.recipe.recipe import load
+from surefoot.run.parts import RunParts
 from surefoot.use import open_model
 from surefoot.use.model_loading import open_start
 
@@ -217,7 +218,7 @@ def test_a_start_is_what_training_begins_with(tmp_path):
     recipe = load(
         save_recipe(tmp_path, model={"new_special_tokens": ["<n>"]}, data={"template": "default"})
     )
-    opened = open_start(recipe)
+    opened = open_start(RunParts.to_measure(recipe))
     assert opened.template.name == "default"
     new = opened.tokenizer.convert_tokens_to_ids("<n>")
     weight = opened.model.get_input_embeddings().weight
@@ -231,4 +232,4 @@ def test_a_start_has_the_adapter_the_recipe_goes_on_from(tmp_path):
     adapted = {"path": str(tmp_path / "model"), "adapter": str(tmp_path / "adapter")}
     recipe = load(save_recipe(tmp_path, model=adapted, method={"lora": {}}))
     expected = open_model(tmp_path / "adapter").model(IDS).logits
-    assert torch.equal(open_start(recipe).model(IDS).logits, expected)
+    assert torch.equal(open_start(RunParts.to_measure(recipe)).model(IDS).logits, expected)

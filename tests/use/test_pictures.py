@@ -20,10 +20,10 @@ from surefoot.errors import DataError, RunError
 from surefoot.generate.responses import pictures_of
 from surefoot.generate.section import GenerateSection
 from surefoot.use.conversation import Conversation, with_typed_pictures
-from surefoot.use.evaluation import adopt, measure
+from surefoot.use.evaluation import measure
 from surefoot.use.model_loading import open_model
 from surefoot.use.prediction import Output, predict
-from surefoot.use.run_evaluation import generations
+from surefoot.use.run_evaluation import adopt, generations
 
 SETTINGS = GenerateSection(max_new_tokens=8, batch_size=3)
 
@@ -98,11 +98,11 @@ def test_an_evaluation_measures_and_answers_rows_with_pictures(kind, base, opene
     recipe = pictures.recipe(tmp_path, base)
     recipe = replace(recipe, generate=SETTINGS)
     examples = [pictures.OpenAI().read(row) for row in rows]
-    opened = adopt(opened, recipe)
-    packed = measure(opened, recipe, examples)
+    opened, parts = adopt(opened, recipe)
+    packed = measure(opened, parts, examples)
     padded = replace(recipe, data=replace(recipe.data, packing=False))
-    assert packed == pytest.approx(measure(adopt(opened, padded), padded, examples), rel=1e-5)
-    found = generations(opened, recipe, examples)
+    assert packed == pytest.approx(measure(*adopt(opened, padded), examples), rel=1e-5)
+    found = generations(opened, parts, examples)
     prompts = asked(tmp_path, rows)
     assert [one.answer for one in found] == [a.text for a in predict(opened, prompts, SETTINGS)]
     assert found[1].prompt.count("<image_soft_token>") == 1

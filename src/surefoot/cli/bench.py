@@ -17,7 +17,8 @@ from .loading import recipe_arguments, resolved_recipe
 from .table import console, frame, print_json, table
 
 if TYPE_CHECKING:
-    from ..use.bench import BenchResult, SingleRankRecipe
+    from ..recipe.recipe_data import SingleRankRecipe
+    from ..use.bench import BenchResult
 
 PHASES = {
     "data": "the next window: examples read, packed or padded",
@@ -52,11 +53,12 @@ def bench(recipe: Path, overrides: tuple[str, ...], steps: int, as_json: bool) -
     OVERRIDES are dotted fields such as train.micro_batch_size=8.
     """
     loaded = resolved_recipe(recipe, overrides)
-    from ..use.bench import alone, measure
+    from ..recipe.recipe_data import SingleRankRecipe
+    from ..use.bench import measure
 
-    rank_recipe = alone(loaded)
+    rank_recipe = SingleRankRecipe.of(loaded)
     with Console(markup=False, stderr=True).status("measuring the recipe"):
-        figures = measure(rank_recipe.recipe, steps)
+        figures = measure(rank_recipe, steps)
     if as_json:
         print_json(figures.as_data(rank_recipe))
     else:
@@ -66,18 +68,18 @@ def bench(recipe: Path, overrides: tuple[str, ...], steps: int, as_json: bool) -
 def show(figures: BenchResult, rank_recipe: SingleRankRecipe) -> None:
     """Print facts, and where the time goes."""
     screen = console()
-    screen.print(frame(rank_recipe.recipe.model.path, _lines(figures, rank_recipe)))
+    screen.print(frame(rank_recipe.model.path, _lines(figures, rank_recipe)))
     screen.print(_time_table(figures))
 
 
 def _lines(figures: BenchResult, rank_recipe: SingleRankRecipe) -> Iterator[tuple[str, str]]:
     yield "device", f"{figures.device}, {figures.precision}"
     if rank_recipe.num_processes > 1:
-        examples = counted(rank_recipe.recipe.train.global_batch_size, "example")
+        examples = counted(rank_recipe.train.global_batch_size, "example")
         share = f"its {examples} per step on the full model"
         rank = f"measured as one rank of {rank_recipe.num_processes:,}"
         yield "processes", f"{rank}: {share}, without communication"
-    train = rank_recipe.recipe.train
+    train = rank_recipe.train
     examples = counted(train.fixed_micro_batch_size, "example")
     passes = f"{train.gradient_accumulation_steps:,} × {examples}"
     yield "step", f"{figures.step_seconds:.3g} s for {passes} (mean of {figures.steps:,})"

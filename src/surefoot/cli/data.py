@@ -17,9 +17,8 @@ from ..terminal_text import one_line, visible
 from .loading import TakesWords, is_option, loading, recipe_arguments, resolved_recipe
 
 if TYPE_CHECKING:
-    from ..data.text.codec import Codec
     from ..data.text.preview import PreviewExample
-    from ..recipe.recipe import Recipe
+    from ..run.parts import RunParts
     from ..use.data_check.check import DataCheck
     from ..use.data_check.figures import DatasetFigures
 
@@ -29,13 +28,12 @@ WIDTH = 40  # characters of the longest bar of the histogram
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
-def _with_codec(recipe: Path, overrides: tuple[str, ...]) -> tuple[Recipe, Codec]:
-    """The recipe, and how it encodes; no weights are read."""
+def _parts(recipe: Path, overrides: tuple[str, ...]) -> RunParts:
+    """What the run is made of; no weights are read."""
     loaded = resolved_recipe(recipe, overrides)
     with loading():
-        from ..recipe.recipe_data import find_base
-        from ..run.parts import build_codec
-    return loaded, build_codec(loaded, find_base(loaded, weights=False))
+        from ..run.parts import RunParts
+    return RunParts.unopened(loaded)
 
 
 @click.command(cls=TakesWords)
@@ -78,13 +76,13 @@ def preview(
     """
     if dataset is not None and is_option(recipe):
         overrides, dataset = (*overrides, "--dataset", dataset), None
-    loaded, codec = _with_codec(recipe, overrides)
+    parts = _parts(recipe, overrides)
     with loading():
         from ..use.data_check.check import preview_data
         from .preview_page import examples_page, write_page
 
-    limit, cutoff_len = None if all_rows else ROWS, codec.section.longest
-    datasets = preview_data(loaded, codec, dataset=dataset, count=count, limit=limit)
+    limit, cutoff_len = None if all_rows else ROWS, parts.codec.section.longest
+    datasets = preview_data(parts, dataset=dataset, count=count, limit=limit)
     if page is not None:
         write_page(page, examples_page(datasets, str(recipe), cutoff_len))
         click.echo(f"written to {page}", err=True)
@@ -130,11 +128,11 @@ def check(
 
     OVERRIDES are dotted fields such as data.cutoff_len=512.
     """
-    loaded, codec = _with_codec(recipe, overrides)
+    parts = _parts(recipe, overrides)
     with loading():
         from ..use.data_check.check import check_data
 
-    report = check_data(loaded, codec, dataset=dataset, limit=rows)
+    report = check_data(parts, dataset=dataset, limit=rows)
     if as_json:
         _print_json(report.as_data())
     else:
@@ -181,7 +179,7 @@ def encode(recipe: Path, overrides: tuple[str, ...]) -> None:
     """
     from ..recipe.recipe_data import encode_datasets
 
-    for line in encode_datasets(*_with_codec(recipe, overrides)).lines():
+    for line in encode_datasets(_parts(recipe, overrides).encoding).lines():
         click.echo(visible(line))
 
 

@@ -47,8 +47,11 @@ def check(recipe: Path, overrides: tuple[str, ...], *, samples: int, as_json: bo
     """
     loaded = resolved_recipe(recipe, overrides)
     with loading():
+        from ..run.code_files import try_rewards
+        from ..run.parts import RunParts
         from ..use.reward_check import check_rewards
-    report = check_rewards(loaded, samples)
+    try_rewards(loaded.stage, loaded.data, loaded)  # before a model is opened
+    report = check_rewards(RunParts.to_measure(loaded), samples)
     if as_json:
         click.echo(visible(json.dumps(asdict(report), ensure_ascii=False, indent=2)))
         return

@@ -422,7 +422,7 @@ def check_alone(section: ModelSection, num_processes: int) -> None:
     """Raise ``RecipeError`` if several ranks would use a quantized base."""
     if section.quantization_bit is not None and num_processes > 1:
         raise RecipeError(
-            "model.quantization_bit: a quantized base can be trained on one rank only, not on "
+            "model.quantization_bit: a quantized model can be opened on one rank only, not on "
             f"{num_processes}; start one, or leave quantization_bit unset and shard the weights"
         )
 

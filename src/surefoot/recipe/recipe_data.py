@@ -8,8 +8,9 @@ rows.
 from __future__ import annotations
 
 import inspect
+import logging
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -20,14 +21,14 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from ..data.media.batch_media import BatchMedia, ModelInputs, check_inputs
 from ..data.media.files import MediaFiles
 from ..data.media.processor import open_processor
-from ..data.order.micro_batches import fitting_micro_batch
+from ..data.order.micro_batches import check_divides, fitting_micro_batch
 from ..data.rows.catalog import problems_of
 from ..data.section import DataSection
 from ..data.store.cache import default_folder
 from ..data.text.codec import Codec
-from ..data.text.templates import section_template
+from ..data.text.templates import section_template, template_mismatch
 from ..data.training_data import Encoding, EncodingReport, encode_stream, prepare
-from ..errors import ModelError, RecipeError, TemplateError
+from ..errors import ModelError, RecipeError, RunError, TemplateError
 from ..model import adapter_files
 from ..model.config import (
     CONFIG,
@@ -41,12 +42,15 @@ from ..model.loading import resolve
 from ..model.section import ModelSection
 from ..model.tokenizer import TOKENIZER_CONFIG, load_tokenizer
 from ..network.draft import from_config
+from ..parallel.launcher import num_processes
+from ..parallel.section import ParallelSection, launched
 from ..schema import Unset
 from ..stages import STAGES
 from ..storage.child import Child
 from ..training.section import TrainSection
 from .recipe import Recipe, dump
 
+logger = logging.getLogger(__name__)
 # Doge's: beyond it, each query sees only so many keys. If no row is padded, transformers chooses
 # among the keys behind the query, too.
 KEPT_KEYS = "keep_window_size"
@@ -129,6 +133,20 @@ def open_codec(recipe: Recipe, base: Path) -> Codec:
     return Codec(tokenizer, template, section, media)
 
 
+def build_codec(recipe: Recipe, base: Path) -> Codec:
+    """The same; from here on the tokenizer contains the template in use."""
+    codec = open_codec(recipe, base)
+    if recipe.stage.uses_template:
+        folder = tokenizer_folder(recipe.model, base)
+        owner = "model" if folder == base else "adapter"
+        if folder != base:
+            logger.info("tokenizer and chat template: those beside model.adapter, %s", folder)
+        if difference := template_mismatch(codec.template, codec.tokenizer, owner):
+            logger.warning("%s", difference)
+        codec.tokenizer.chat_template = codec.template.source
+    return codec
+
+
 def why_text() -> str:
     """Why a row with pictures stops a stage that reads text alone."""
     *most, last = [name for name, stage in STAGES.own.items() if stage.reads_pictures]
@@ -202,13 +220,18 @@ def _cure(config: PretrainedConfig, cutoff: int, limit: int) -> str:
     return f"{lower}, or set model.max_positions={cutoff}, which rescales rotary embeddings"
 
 
-def encode_datasets(recipe: Recipe, codec: Codec) -> EncodingReport:
-    """Encode all of a recipe's datasets into the cache; what became of their rows. Raises
-    ``DataError``: something is missing, broken, or gives nothing to learn."""
-    if not recipe.data.streaming:
-        return prepare(encoding_of(recipe, codec)).report
-    latest = {report.name: report for report in encode_stream(encoding_of(recipe, codec))}
+def encode_datasets(encoding: Encoding) -> EncodingReport:
+    """Encode all datasets into the cache; what became of their rows. Raises ``DataError``:
+    something is missing, broken, or gives nothing to learn."""
+    if not encoding.section.streaming:
+        return prepare(encoding).report
+    latest = {report.name: report for report in encode_stream(encoding)}
     return EncodingReport(tuple(latest.values()))
+
+
+def read_encoding(recipe: Recipe) -> Encoding:
+    """What is encoded of ``recipe`` in a process that does nothing else."""
+    return encoding_of(recipe, open_codec(recipe, resolve(recipe.model, weights=False)))
 
 
 def encoding_of(recipe: Recipe, codec: Codec, section: DataSection | None = None) -> Encoding:
@@ -279,3 +302,59 @@ def _micro_batch(train: TrainSection, size: int, num_ranks: int) -> int | Litera
     if not isinstance(micro, Unset) or size % num_ranks:
         return micro
     return fitting_micro_batch(size // num_ranks, micro)
+
+
+@dataclass(frozen=True)
+class SingleRankRecipe:
+    """A recipe for one rank, and the number of ranks for which it stands."""
+
+    recipe: Recipe
+    num_processes: int
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> SingleRankRecipe:
+        """The share of one rank of ``recipe``.
+
+        Raises ``RecipeError`` if the ranks do not form the mesh, ``DataError`` if they do not
+        divide the batch, ``RunError`` if a launcher has started several.
+        """
+        if (launch := launched()) is not None and launch[1] > 1:
+            raise RunError(
+                f"surefoot bench measures one rank, but {launch[1]} were started; start it without "
+                "torchrun or srun"
+            )
+        count = 1 if launch is not None else num_processes(recipe.parallel)
+        try:
+            ranks = recipe.parallel.num_data_ranks(count)
+        except ValueError as error:
+            raise RecipeError(f"parallel: {error}") from None
+        recipe, note = with_batch_sizes(recipe, ranks)
+        if note is not None:
+            logger.info("%s", note)
+        train = recipe.train
+        check_divides(train.global_batch_size, train.fixed_micro_batch_size, ranks)
+        share = replace(train, global_batch_size=train.global_batch_size // ranks)
+        return cls(replace(recipe, train=share, parallel=ParallelSection()), count)
+
+    @property
+    def model(self) -> ModelSection:
+        """Its model."""
+        return self.recipe.model
+
+    @property
+    def train(self) -> TrainSection:
+        """Its training."""
+        return self.recipe.train
+
+    def short(self, steps: int, folder: Path) -> Recipe:
+        """The same, over after ``steps`` and in another folder. What would be streamed is encoded
+        before, as many rows as the shuffle looks at."""
+        train = replace(self.train, output_dir=folder, max_steps=steps)
+        train = replace(train, report_to=(), webhook=None)
+        if train.on_nan == "rollback":  # there is nothing to go back to
+            train = replace(train, on_nan="stop")
+        data = self.recipe.data
+        if data.streaming:
+            rows = min(data.max_samples or data.buffer_size, data.buffer_size)
+            data = replace(data, streaming=False, max_samples=rows)
+        return replace(self.recipe, train=train, data=data)

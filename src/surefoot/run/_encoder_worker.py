@@ -13,14 +13,13 @@ import signal
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import DataError, SurefootError
-from ..model.loading import resolve
 from ..parallel.world import die_with_launcher
-from ..recipe.recipe import Recipe, dump, load
-from ..recipe.recipe_data import encode_datasets, open_codec
+from ..recipe.recipe import load
+from ..recipe.recipe_data import encode_datasets, read_encoding
 from ..storage.child import Child
 
 POLL_SECONDS = 0.05
@@ -32,9 +31,9 @@ RECIPE, LOG, ERROR = "recipe.yaml", "log", "error"  # the last: what the user ca
 class EncoderWorker:
     """Encodes the datasets of a recipe in a process of its own."""
 
-    def __init__(self, recipe: Recipe, base: Path) -> None:
-        """``base`` is the folder of the model that the tokenizer comes from."""
-        self._recipe = replace(recipe, model=replace(recipe.model, path=str(base)))
+    def __init__(self, text: Callable[[], str]) -> None:
+        """``text`` gives the recipe, whose model is in a folder."""
+        self._text = text
         self._child: Child | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None  # of its recipe and output
         self._starts = 0
@@ -57,7 +56,7 @@ class EncoderWorker:
             return
         self._folder = tempfile.TemporaryDirectory(prefix="surefoot-encoder-")
         recipe = Path(self._folder.name, RECIPE)
-        recipe.write_text(dump(self._recipe), encoding="utf-8")
+        recipe.write_text(self._text(), encoding="utf-8")
         try:
             self._child = Child(
                 ["-m", "surefoot.run._encoder_worker", str(recipe)], log=recipe.with_name(LOG)
@@ -92,8 +91,7 @@ def main(recipe: Path) -> int:
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICE)
     try:
-        loaded = load(recipe)
-        encode_datasets(loaded, open_codec(loaded, resolve(loaded.model, weights=False)))
+        encode_datasets(read_encoding(load(recipe)))
     except SurefootError as error:
         recipe.with_name(ERROR).write_text(str(error), encoding="utf-8")
         return 2

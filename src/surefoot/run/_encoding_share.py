@@ -14,9 +14,8 @@ import sys
 from pathlib import Path
 
 from ..data.rows.catalog import Catalog
-from ..model.loading import resolve
 from ..recipe.recipe import load_text
-from ..recipe.recipe_data import encoding_of, open_codec
+from ..recipe.recipe_data import read_encoding
 
 
 def main() -> None:
@@ -26,8 +25,7 @@ def main() -> None:
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints must not come between batches
     task = json.loads(sys.stdin.readline())
-    recipe = load_text(task["recipe"], "recipe", Path())
-    encoding = encoding_of(recipe, open_codec(recipe, resolve(recipe.model, weights=False)))
+    encoding = read_encoding(load_text(task["recipe"], "recipe", Path()))
     dataset = encoding.complete(Catalog(encoding.section).entry(task["dataset"]))
     output.write(json.dumps({"fingerprint": dataset.fingerprint}).encode() + b"\n")
     output.flush()

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,12 +16,11 @@ from signal import Signals
 import psutil
 import torch
 
-from .. import __version__, schema
+from .. import __version__
 from ..errors import RecipeError
 from ..model.loading import device
 from ..network.early import check_packages
 from ..parallel.world import World
-from ..recipe.recipe import Recipe
 from ..training.callback import TrainerCallback, TrainerState
 from ..training.callbacks.launches import MAX_LINE, LaunchFiles, redacted
 from ..training.callbacks.trackers import Heartbeat, Reports, TrackerProcess, finish
@@ -32,7 +31,8 @@ from ..training.trainer import Trainer
 @contextmanager
 def recorded(
     folder: Path,
-    recipe: Recipe,
+    section: TrainSection,
+    settings: Mapping[str, object],
     world: World,
     start: Path | None,
     *,
@@ -40,14 +40,14 @@ def recorded(
     began: float,
 ) -> Iterator[LaunchRecord]:
     """Record the launch inside the block in ``folder``, which is locked: its begin, its end, an
-    error; and report it to the trackers of the recipe. Nothing on other ranks. Raises
-    ``RecipeError`` if a tracker or the webhook's URL is missing."""
-    world.on_main(partial(_check_reports, recipe.train))
+    error; and report it with the ``settings`` of the recipe to the trackers of ``section``. Nothing
+    on other ranks. Raises ``RecipeError`` if a tracker or the webhook's URL is missing."""
+    world.on_main(partial(_check_reports, section))
     files = LaunchFiles(folder, began, world.progress)
     if not world.is_main:
         yield LaunchRecord(files)
         return
-    trackers = _trackers(recipe)
+    trackers = _trackers(section, settings)
     for tracker in trackers:
         tracker.start()
     reports = [Reports(trackers)] if trackers else []
@@ -134,15 +134,14 @@ def _check_reports(section: TrainSection) -> None:
         )
 
 
-def _trackers(recipe: Recipe) -> list[TrackerProcess]:
-    section = recipe.train
+def _trackers(section: TrainSection, settings: Mapping[str, object]) -> list[TrackerProcess]:
     order: dict[str, object] = {
         "folder": str(section.folder.absolute()),
         "run_name": section.run_name or section.folder.absolute().name,
         "project": section.project,
         "is_offline": section.report_offline,
     }
-    config = json.loads(redacted(json.dumps(schema.write(recipe), default=str)))
+    config = json.loads(redacted(json.dumps(settings, default=str)))
     trackers = [
         TrackerProcess(name, {**order, "config": config})
         for name in section.report_to

@@ -7,13 +7,13 @@ import logging
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 from .. import schema
 from ..data.example import Example
 from ..data.rows.catalog import training_examples
 from ..data.section import DataSection
 from ..errors import RunError, SurefootError
-from ..recipe.recipe import Recipe
 from ..schema.locations import FunctionPath
 from ..storage import files
 from ..storage.files import read_json
@@ -24,33 +24,34 @@ logger = logging.getLogger(__name__)
 NAME = "code.json"  # in a checkpoint: the functions of the recipe, and the hashes of their files
 
 
-def code_of(recipe: Recipe, parts: StageParts = AS_IN_THE_RECIPE) -> dict[str, bytes]:
-    """The file that records the functions of ``recipe`` and of ``parts``, if there are some. None
-    is run. Raises ``RunError``."""
-    digests = {str(path): _hash(path) for path in functions_in(recipe)} | parts.code()
+def code_of(section: object, parts: StageParts = AS_IN_THE_RECIPE) -> dict[str, bytes]:
+    """The file that records the functions in a recipe or section, and of ``parts``, if there are
+    some. None is run. Raises ``RunError``."""
+    digests = {str(path): _hash(path) for path in functions_in(section)} | parts.code()
     return {NAME: json.dumps(digests, indent=2, sort_keys=True).encode()} if digests else {}
 
 
-def check_functions(recipe: Recipe) -> None:
-    """Run the files of all functions, each once. Raises ``RunError`` if one is not defined."""
+def check_functions(section: object) -> None:
+    """Run the files of all functions in a recipe, each once. Raises ``RunError`` if one is not
+    defined."""
     with closing(RewardProcess()) as process:
-        _check(recipe, process)
+        _check(section, process)
 
 
-def try_rewards(recipe: Recipe) -> None:
+def try_rewards(stage: Any, data: DataSection, section: object) -> None:
     """Let the stage try what is a user's on its first rows: what is wrong with it, and with the
-    columns that it takes, is seen before a model is loaded. Files are run once. Raises
-    ``RunError``."""
+    columns that it takes, is seen before a model is loaded. The files of all functions in
+    ``section``, which is the recipe, are run once. Raises ``RunError``."""
     # In a process of its own, which is ended when it is late: a reward that hangs would hang the
     # run, and on several ranks the message would be the timeout of another one
     # (docs/decisions/0052). Nor does what a trial does to a file's state reach the run.
-    with closing(RewardProcess()) as process, closing(_first_examples(recipe.data)) as examples:
-        _check(recipe, process)
-        recipe.stage.try_out(examples, process)
+    with closing(RewardProcess()) as process, closing(_first_examples(data)) as examples:
+        _check(section, process)
+        stage.try_out(examples, process)
 
 
-def _check(recipe: Recipe, process: RewardProcess) -> None:
-    for path in functions_in(recipe):
+def _check(section: object, process: RewardProcess) -> None:
+    for path in functions_in(section):
         process.check(FunctionReward(path=path).task)
 
 

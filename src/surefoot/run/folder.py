@@ -17,6 +17,7 @@ from .. import schema
 from ..checkpoint.disk.commit import clean, committed, new_nonce, step_of
 from ..checkpoint.layouts.detection import has_manifest, names_save
 from ..checkpoint.looking.listing import RemoteRun, stores
+from ..checkpoint.section import CheckpointSection
 from ..checkpoint.verification import (
     expect_valid,
     find_latest,
@@ -32,7 +33,7 @@ from ..model.base_identity import is_new
 from ..parallel.section import launched
 from ..parallel.world import ALONE, World
 from ..recipe.files import RUN_RECIPE
-from ..recipe.recipe import Recipe, RecipeChange, changes, dump, load
+from ..recipe.recipe import Recipe, RecipeChange, changes, load
 from ..storage.child import LAUNCHER
 from ..storage.files import (
     NO_LOCKS,
@@ -98,7 +99,7 @@ def opened(recipe: Recipe, world: World = ALONE) -> Iterator[RunFolder]:
         if world.is_main:
             forget_stop_request(folder)
             wait_for_orphans(folder)
-            run = RunFolder(folder, _look_away(folder, recipe))
+            run = RunFolder(folder, _look_away(folder, recipe.train.output_dir, recipe.checkpoint))
             _refuse_another_run(run, recipe)
         world.wait()
         yield run
@@ -204,12 +205,11 @@ def _must_be_shared(folder: Path, world: World) -> None:
         )
 
 
-def _look_away(folder: Path, recipe: Recipe) -> RemoteRun | None:
+def _look_away(folder: Path, place: Path | Address, section: CheckpointSection) -> RemoteRun | None:
     """The part of the run in an object store."""
-    address = recipe.train.output_dir
-    if not isinstance(address, Address):
+    if not isinstance(place, Address):
         return None
-    return stores().open_run(address, folder, seconds=recipe.checkpoint.remote_seconds)
+    return stores().open_run(place, folder, seconds=section.remote_seconds)
 
 
 def _refuse_another_run(folder: RunFolder, recipe: Recipe) -> None:
@@ -262,9 +262,9 @@ def _is_inside(path: str, folder: Path) -> bool:
     return not is_address(path) and Path(path).resolve().parent == folder.resolve()
 
 
-def write_recipe(folder: RunFolder, recipe: Recipe) -> None:
+def write_recipe(folder: RunFolder, resolved: str) -> None:
     """Write the resolved recipe into the run's folder and store, which so prove to be writable."""
-    text = dump(recipe).encode()
+    text = resolved.encode()
     with raising(RunError, "recipe"):
         write_aside(folder.path / RUN_RECIPE, text)
     if folder.away is not None:
@@ -312,7 +312,7 @@ def resume_point(folder: RunFolder, recipe: Recipe) -> Path | None:
     resume, steps = recipe.checkpoint.resume, _steps(folder)
     if resume == "none":
         if steps:
-            _set_aside_damaged(folder, recipe, max(steps))
+            _set_aside_damaged(folder, recipe.train.output_dir, max(steps))
         return None
     is_own = _is_within(resume, recipe.train.output_dir) or _is_inside(resume, folder.path)
     if resume == "auto" or (steps and not is_own):
@@ -326,17 +326,17 @@ def resume_point(folder: RunFolder, recipe: Recipe) -> Path | None:
             f"checkpoint-{step} (up to checkpoint-{max(steps)}), which training would reach; "
             "choose another train.output_dir"
         )
-    return _requested_checkpoint(resume, folder, recipe)
+    return _requested_checkpoint(folder, recipe.checkpoint, recipe.train.cache_dir)
 
 
-def _set_aside_damaged(folder: RunFolder, recipe: Recipe, latest: int) -> None:
+def _set_aside_damaged(folder: RunFolder, place: Path | Address, latest: int) -> None:
     """Rename the checkpoints of a local run, none of which is valid. Raises ``RunError`` if one
     is: nothing that a run can resume from is put away."""
     search = find_latest(folder.path) if folder.away is None else None
     if search is None or search.path is not None:
         name = f"checkpoint-{latest}" if search is None or search.path is None else search.path.name
         raise RunError(
-            f"checkpoint.resume is none, but {recipe.train.output_dir} contains {name}; choose "
+            f"checkpoint.resume is none, but {place} contains {name}; choose "
             "another train.output_dir"
         )
     refuse_foreign(search)
@@ -350,7 +350,10 @@ def _steps(folder: RunFolder) -> set[int]:
     return here | set(folder.away.steps if folder.away else ())
 
 
-def _requested_checkpoint(resume: str, folder: RunFolder, recipe: Recipe) -> Path:
+def _requested_checkpoint(
+    folder: RunFolder, section: CheckpointSection, cache_dir: Path | None
+) -> Path:
+    resume = section.resume
     if not is_address(resume):
         is_step = size_of(Path(resume)) is not None and names_save(Path(resume))
         if not is_step and not is_folder(Path(resume)):
@@ -361,7 +364,7 @@ def _requested_checkpoint(resume: str, folder: RunFolder, recipe: Recipe) -> Pat
     remote = Address(resume)
     if folder.away is not None and remote.parent == folder.away.address:
         return folder.away.get(remote.name)
-    return stores().fetch(remote, recipe.train.cache_dir, seconds=recipe.checkpoint.remote_seconds)
+    return stores().fetch(remote, cache_dir, seconds=section.remote_seconds)
 
 
 def lineage_of(recipe: Recipe) -> str:

@@ -48,6 +48,7 @@ from ..stages import STAGES
 from ..storage import files
 from ..storage.files import digest
 from ..storage.remote import Address
+from ..training.section import TrainSection
 from ..training.stage import POLICY, Stage
 
 VARIANTS: Mapping[str, tuple[Extended[type[Any]], type]] = {
@@ -98,7 +99,8 @@ class Given:
             data = with_rows(recipe.data, datasets, recipe.train.folder)
             recipe = replace(recipe, data=data)
         if self.model is not None or self.tokenizer is not None:
-            recipe = with_model(recipe, self.model, self.tokenizer)
+            model = with_objects(recipe.model, recipe.train, self.model, self.tokenizer)
+            recipe = replace(recipe, model=model)
         return recipe
 
     def fill(self, trained: nn.Module, recipe: Recipe) -> None:
@@ -268,33 +270,34 @@ logger = logging.getLogger(__name__)
 PLACEHOLDER = "given as an object"  # the path of a model that has none yet
 
 
-def with_model(
-    recipe: Recipe,
+def with_objects(
+    section: ModelSection,
+    train: TrainSection,
     model: nn.Module | PretrainedConfig | None,
     tokenizer: PreTrainedTokenizerBase | str | Path | None,
-) -> Recipe:
-    """``recipe`` for this model and tokenizer; one that is None is that of the recipe, or of the
+) -> ModelSection:
+    """``section`` for this model and tokenizer; one that is None is that of the recipe, or of the
     model's folder. Of a configuration, the run makes the model. Raises ``RecipeError`` or
     ``ModelError`` if they cannot be written."""
-    if isinstance(recipe.train.output_dir, Address):
+    if isinstance(train.output_dir, Address):
         raise RecipeError(
             "train.output_dir: a model or tokenizer object is written into the folder of the run, "
-            f"and {recipe.train.output_dir} is a URL; save it and set model.path"
+            f"and {train.output_dir} is a URL; save it and set model.path"
         )
-    if model is not None and recipe.model.path != PLACEHOLDER:
+    if model is not None and section.path != PLACEHOLDER:
         raise RecipeError("model.path: the model is given as an object, too; keep one of them")
     whole = _checked(model)
-    files, folder = saved_files(_tokenizer(whole, tokenizer)), recipe.train.folder.absolute()
+    files, folder = saved_files(_tokenizer(whole, tokenizer)), train.folder.absolute()
     if whole is None:
-        base = resolve(recipe.model, weights=not recipe.model.new_weights)
+        base = resolve(section, weights=not section.new_weights)
         target = folder / f"base-model-{_digest(files, base)}"
-        return _at(recipe, target if target.exists() else _linked(base, files, target))
+        return _at(section, target if target.exists() else _linked(base, files, target))
     name = "configuration" if isinstance(whole, PretrainedConfig) else "base-model"
     digest = _digest(files, whole)
     target = folder / f"{name}-{digest}"
     if (first := _FILLED.get(digest)) is not None and first.parent == folder:
         target = first
-    return _at(recipe, target if target.exists() else _saved(whole, files, target))
+    return _at(section, target if target.exists() else _saved(whole, files, target))
 
 
 def _tokenizer(
@@ -313,9 +316,8 @@ def _tokenizer(
     return _tokenizer_at(name, f"model: no tokenizer in {name!r}, where it comes from; give one")
 
 
-def _at(recipe: Recipe, folder: Path) -> Recipe:
-    model: ModelSection = replace(recipe.model, path=str(folder), revision=None)
-    return replace(recipe, model=model)
+def _at(section: ModelSection, folder: Path) -> ModelSection:
+    return replace(section, path=str(folder), revision=None)
 
 
 def _checked(

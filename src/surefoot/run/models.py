@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 from ..data.text.codec import Codec
 from ..errors import ModelError, RecipeError
 from ..model.loading import resolve
-from ..model.numerics import choose
 from ..model.outputs import no_distribution
 from ..model.section import ModelSection
 from ..network.draft import NetworkOptions
@@ -22,7 +21,6 @@ from ..network.network import Network
 from ..network.open import open_network
 from ..parallel.sharded_model import keep_ends_gathered
 from ..parallel.world import World
-from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import open_tokenizer
 from ..training.precompute import model_of
 from ..training.rewards import AuxiliaryModel
@@ -50,19 +48,6 @@ class RunModels:
     policy: ModelParts
     folders: Mapping[str, Path] = field(default_factory=dict)  # of auxiliary models, if known
 
-    @classmethod
-    def of(cls, recipe: Recipe, base: Path, folders: Mapping[str, Path] = NO_FOLDERS) -> RunModels:
-        """Those of ``recipe``, whose model is in ``base``."""
-        options = NetworkOptions(
-            method=recipe.method,
-            parallel=recipe.parallel,
-            precision=choose(recipe.train.precision),
-            packing=recipe.data.packing,
-            seed=recipe.train.seed,
-            heads=recipe.stage.heads,
-        )
-        return cls(recipe.stage, ModelParts(base, recipe.model, options), folders)
-
     def auxiliary(self, role: str) -> ModelParts:
         """The frozen model of a role, which only computes outputs."""
         auxiliary, policy = self.stage.auxiliary[role], self.policy
@@ -70,7 +55,7 @@ class RunModels:
         folder = policy.folder if auxiliary.model is None else self.folders.get(role)
         folder = folder or resolve(section)
         heads = heads_of(auxiliary, section, folder)
-        options = replace(policy.options, method=None, heads=heads, is_trainable=False, probes=())
+        options = replace(policy.options, method=None, heads=heads, is_trainable=False)
         return ModelParts(folder, section, options)
 
     def is_compared(self, role: str) -> bool:
@@ -109,14 +94,18 @@ def heads_of(auxiliary: AuxiliaryModel, model: ModelSection, base: Path) -> Sequ
 def open_models(
     models: RunModels, roles: Sequence[str], codec: Codec, world: World
 ) -> dict[str, Network]:
-    """The frozen models of ``roles``. Raises ``RecipeError`` if the tokens of one are not the
-    policy's."""
+    """The frozen models of ``roles``, of which those of one model share it. Raises ``RecipeError``
+    if the tokens of one are not the policy's."""
     opened: dict[str, Network] = {}
-    for role in roles:
-        parts = models.auxiliary(role)
+    known = {role: models.auxiliary(role) for role in roles}
+    for role, parts in known.items():
+        if (same := next((each for each in opened if known[each] == parts), None)) is not None:
+            opened[role] = opened[same]
+            continue
         tokenizer = open_tokenizer(parts.section, parts.folder)
         refuse_other_tokens(models, role, tokenizer, codec)
         opened[role] = open_network(parts.folder, parts.section, tokenizer, world, parts.options)
+        opened[role].module.eval()
     return opened
 
 

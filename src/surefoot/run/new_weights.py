@@ -25,39 +25,38 @@ from ..model.base_identity import NEW_WEIGHTS
 from ..model.config import CONFIG, auto_class, quantization_of, read_config
 from ..model.loading import WEIGHTS, resolve
 from ..model.section import ModelSection
-from ..recipe.recipe import Recipe
 from ..storage import files
 from ..storage.remote import Address
+from ..training.section import TrainSection
 
 logger = logging.getLogger(__name__)
 _GENERATION = "generation_config.json"
 
 
-def with_new_weights(recipe: Recipe) -> Recipe:
-    """``recipe``; if its model is to have new weights, with the folder that contains them as its
+def with_new_weights(
+    section: ModelSection, train: TrainSection, *, saves_base: bool
+) -> ModelSection:
+    """``section``; if its model is to have new weights, with the folder that contains them as its
     path. They are written below the run's folder unless they are there.
 
     Raises:
         ModelError: no model can be made of the configuration, or it has no tokenizer beside it.
         RecipeError: an adapter's base would be on this machine alone.
     """
-    section, seed = recipe.model, recipe.train.seed
     if not section.new_weights:
-        return recipe
-    if isinstance(recipe.train.output_dir, Address) and not recipe.method.saves_base_model:
+        return section
+    if isinstance(train.output_dir, Address) and not saves_base:
         raise RecipeError(
             "model.new_weights: checkpoints of an adapter do not contain its base, which is "
-            f"written into the folder of the run, and {recipe.train.output_dir} is a URL; set "
+            f"written into the folder of the run, and {train.output_dir} is a URL; set "
             "train.output_dir to a folder, or method to full"
         )
-    source = resolve(section, weights=False)
+    source, seed = resolve(section, weights=False), train.seed
     small = _small_files(source)
-    target = (recipe.train.folder / f"new-weights-{_digest(source, small, seed)}").absolute()
+    target = (train.folder / f"new-weights-{_digest(source, small, seed)}").absolute()
     if not target.exists():
         _write(source, section, seed, small, target)
-    return replace(
-        recipe, model=replace(section, path=str(target), revision=None, new_weights=False)
-    )
+    return replace(section, path=str(target), revision=None, new_weights=False)
 
 
 def _small_files(source: Path) -> dict[str, bytes]:

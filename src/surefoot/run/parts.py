@@ -20,23 +20,26 @@ from ..data.order.micro_batches import Collation, without_labels
 from ..data.section import DataSection
 from ..data.text.codec import Codec
 from ..data.text.collation import collate
-from ..data.text.templates import template_mismatch
 from ..data.training_data import AnyData, Encoding
 from ..errors import RecipeError
+from ..generate.section import GenerateSection
 from ..model.base_identity import BaseModel
 from ..model.config import read_config
-from ..model.numerics import replaced
+from ..model.numerics import choose, replaced
+from ..network.draft import NetworkOptions
 from ..network.early import refuse_early
 from ..optim.optimizer import Optimizer
+from ..parallel.section import ParallelSection
 from ..parallel.world import World
 from ..recipe.recipe import Recipe, dump
 from ..recipe.recipe_data import (
+    build_codec,
     encoding_of,
+    find_base,
     fitted_data,
     open_codec,
     open_tokenizer,
     settled,
-    tokenizer_folder,
 )
 from ..training.precompute import model_of
 from ..training.section import TrainSection
@@ -49,7 +52,8 @@ from .code_files import code_of
 from .folder import lineage_of
 from .foreign_resume import ForeignTrainer, detect_trainer
 from .from_python import AS_IN_THE_RECIPE, StageParts
-from .models import NO_FOLDERS, RunModels, refuse_other_tokens
+from .models import NO_FOLDERS, ModelParts, RunModels, refuse_other_tokens
+from .resolving import resolved
 from .trainer_names import argument_values
 
 logger = logging.getLogger(__name__)
@@ -97,6 +101,7 @@ class RunParts:
     train: TrainSection
     optim: Optimizer
     saves: CheckpointSection
+    generate: GenerateSection
     models: RunModels
     codec: Codec
     encoding: Encoding
@@ -156,21 +161,53 @@ class RunParts:
         what a file can say of it, if a program has put parts of its own into its stage."""
         written = written or recipe
         base = BaseModel(recipe.model, base) if isinstance(base, Path) else base
+        options = NetworkOptions(
+            method=recipe.method,
+            parallel=recipe.parallel,
+            precision=choose(recipe.train.precision),
+            packing=recipe.data.packing,
+            seed=recipe.train.seed,
+            heads=recipe.stage.heads,
+        )
+        policy = ModelParts(base.folder, recipe.model, options)
+        model = replace(recipe.model, path=str(base.folder))
         return cls(
             stage=recipe.stage,
             data=recipe.data,
             train=recipe.train,
             optim=recipe.optim,
             saves=recipe.checkpoint,
-            models=RunModels.of(recipe, base.folder, folders),
+            generate=recipe.generate,
+            models=RunModels(recipe.stage, policy, folders),
             codec=codec,
             encoding=encoding_of(recipe, codec),
-            encoder=EncoderWorker(recipe, base.folder),
+            encoder=EncoderWorker(partial(dump, replace(recipe, model=model))),
             base=base,
             text=dump(written),
             lineage=lineage_of(written),
-            arguments=argument_values(recipe),
+            arguments=argument_values(recipe.model, recipe.train, recipe.optim, recipe.checkpoint),
         )
+
+    @classmethod
+    def unopened(cls, recipe: Recipe) -> RunParts:
+        """The parts of ``recipe`` for what reads no weights, and needs none. Raises as
+        ``find_base`` and ``open_codec``."""
+        base = find_base(recipe, weights=False)
+        return cls.around(recipe, build_codec(recipe, base), base)
+
+    @classmethod
+    def to_measure(cls, recipe: Recipe, parallel: ParallelSection | None = None) -> RunParts:
+        """The parts of ``recipe`` for its models before the first step, which are only measured,
+        on the ranks of ``parallel``. Raises as ``find_base`` and ``open_codec``."""
+        recipe = resolved(recipe)
+        base = find_base(recipe)
+        parts = cls.around(recipe, open_codec(recipe, base), base)
+        policy = parts.models.policy
+        options = replace(policy.options, method=None, is_trainable=False, only_generates=True)
+        options = replace(options, parallel=parallel or ParallelSection())
+        section = replace(policy.section, compile=False)
+        policy = replace(policy, section=section, options=options)
+        return replace(parts, models=replace(parts.models, policy=policy))
 
     def _refuse(self, world: World) -> None:
         """Raise what is known to be wrong with the models; no weights are read."""
@@ -246,17 +283,3 @@ def collation_of(stage: Stage, codec: Codec | None = None, *, packing: bool) -> 
     if codec is not None and codec.media is not None:
         media = replace(codec.media, make_spare=lambda: without_labels(codec.picture_probe()[0]))
     return Collation(stage.collate, packing, media=media)
-
-
-def build_codec(recipe: Recipe, base: Path) -> Codec:
-    """Tokenizer and chat template; from here on the tokenizer contains the template in use."""
-    codec = open_codec(recipe, base)
-    if recipe.stage.uses_template:
-        folder = tokenizer_folder(recipe.model, base)
-        owner = "model" if folder == base else "adapter"
-        if folder != base:
-            logger.info("tokenizer and chat template: those beside model.adapter, %s", folder)
-        if difference := template_mismatch(codec.template, codec.tokenizer, owner):
-            logger.warning("%s", difference)
-        codec.tokenizer.chat_template = codec.template.source
-    return codec

@@ -3,18 +3,22 @@ that are written for it read them."""
 
 from __future__ import annotations
 
+from ..checkpoint.section import CheckpointSection
 from ..errors import RecipeError
 from ..model.loading import device
+from ..model.section import ModelSection
+from ..optim.optimizer import Optimizer
 from ..parallel.section import launched
-from ..recipe.recipe import Recipe
 from ..training.arguments import MEMBERS
+from ..training.section import TrainSection
 from ..training.views import Shown
 
 
-def argument_values(recipe: Recipe) -> dict[str, Shown]:
+def argument_values(
+    model: ModelSection, train: TrainSection, optim: Optimizer, saves: CheckpointSection
+) -> dict[str, Shown]:
     """The value of each argument, and the setting that it is. Raises ``RecipeError`` if
     ``train.extra`` has one of their names."""
-    train, optim, saves = recipe.train, recipe.optim, recipe.checkpoint
     metric = train.metric_for_best_model
     is_fixed, folder = train.micro_batch_size != "auto", str(train.folder)
     size = train.fixed_micro_batch_size if is_fixed else None
@@ -44,7 +48,7 @@ def argument_values(recipe: Recipe) -> dict[str, Shown]:
         "bf16": (train.precision == "bf16", "train.precision"),
         "fp16": (train.precision == "fp16", "train.precision"),
         "gradient_checkpointing": (
-            recipe.model.gradient_checkpointing,
+            model.gradient_checkpointing,
             "model.gradient_checkpointing",
         ),
         "logging_steps": (train.log_steps or 0, "train.log_steps"),

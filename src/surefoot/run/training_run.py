@@ -8,7 +8,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from signal import Signals
 from typing import Any, TypeAlias
@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from .. import schema
 from ..checkpoint.loading import load as load_checkpoint
 from ..errors import CheckpointError, RunError
 from ..model.loading import device
@@ -23,7 +24,7 @@ from ..model.section import ModelSection
 from ..parallel.progress import UPLOADING
 from ..parallel.watchdog import watched
 from ..parallel.world import World, explain_peer_loss, joined
-from ..recipe.recipe import Recipe, load, read, read_object
+from ..recipe.recipe import Recipe, dump, load, read, read_object
 from ..recipe.recipe_data import find_base, settled, with_batch_sizes
 from ..storage.files import raising, read_json, write_aside
 from ..storage.memory import allocator_message, is_out_of_memory
@@ -31,6 +32,7 @@ from ..training.callback import Record, TrainerCallback, TrainerState, made
 from ..training.callbacks.metric_files import METRICS, restore
 from ..training.evaluation import EVALUATION, speeds
 from ..training.trainer import Trainer
+from ..training.views import Shown
 from ._launch import recorded
 from .assembly import build as build  # noqa: PLC0414 - part of what a run is, from Python
 from .card import write_card
@@ -170,8 +172,9 @@ def run(
         recipe, note = with_batch_sizes(recipe, world.num_data_ranks)
         if note is not None:
             logger.info("%s", note)
-        argument_values(recipe)  # a name that stands there twice is an error before all else
-        world.on_main(lambda: try_rewards(recipe))  # so is a function that is not there
+        arguments_of(recipe)  # a name that stands there twice is an error before all else
+        # So is a function that is not there.
+        world.on_main(lambda: try_rewards(recipe.stage, recipe.data, recipe))
         recipe = located(recipe, world)
         outcome = _run(recipe, world, callbacks, trust_pickle, parts, choose, command, began)
         # srun --kill-on-bad-exit and torchrun end all ranks when one exits with 143, as after a
@@ -180,10 +183,23 @@ def run(
         return outcome
 
 
+def resumed_from(recipe: Recipe, checkpoint: str) -> Recipe:
+    """``recipe``, whose run is resumed from ``checkpoint``."""
+    return replace(recipe, checkpoint=replace(recipe.checkpoint, resume=checkpoint))
+
+
+def arguments_of(recipe: Recipe) -> dict[str, Shown]:
+    """Its settings under the names of the Hugging Face Trainer, before the run."""
+    return argument_values(recipe.model, recipe.train, recipe.optim, recipe.checkpoint)
+
+
 def located(recipe: Recipe, world: World) -> Recipe:
     """The recipe with the settings that its model has, which may be downloaded for it."""
     with world.main_first():
-        recipe = with_new_weights(resolved(recipe))
+        recipe = resolved(recipe)
+        saves_base = recipe.method.saves_base_model
+        model = with_new_weights(recipe.model, recipe.train, saves_base=saves_base)
+        recipe = replace(recipe, model=model)
         return settled(recipe, find_base(recipe, weights=False))
 
 
@@ -206,7 +222,10 @@ def _run(
             start = resume_point(folder, recipe)
             mirror = folder.away.mirror() if folder.away else None
         start = world.from_main(start)
-        with recorded(folder.path, recipe, world, start, command=command, began=began) as launch:
+        settings = schema.write(recipe)
+        with recorded(
+            folder.path, recipe.train, settings, world, start, command=command, began=began
+        ) as launch:
             uploads = uploads_of(recipe.train) if world.is_main else None
             trainer = build(
                 recipe,
@@ -226,7 +245,7 @@ def _run(
                 # It holds the folder open: a disk on which nothing could be written stays busy.
                 if_it_fails.callback(trainer.saver.close)
                 if world.is_main:
-                    write_recipe(folder, recipe)
+                    write_recipe(folder, dump(recipe))
                     if start is not None:  # a smaller keep makes room before a save
                         trainer.saver.delete_old(**trainer.ranking)
                 if_it_fails.pop_all()

@@ -11,7 +11,6 @@ from ..checkpoint.converting.targets import read_config
 from ..checkpoint.disk.commit import named, step_of
 from ..checkpoint.layouts.detection import detect_layout, open_weights
 from ..checkpoint.layouts.opening import has_opener, open_named
-from ..checkpoint.layouts.reading import state_options
 from ..checkpoint.looking.listing import stores
 from ..checkpoint.verification import verify
 from ..errors import CheckpointError, ModelError, RecipeError, counted
@@ -168,10 +167,7 @@ def _with_recipe(folder: Path) -> ModelLocation:
     if not path.is_file():
         return ModelLocation(folder, is_adapter)
     try:
-        recipe = load(path)
-        if recipe.model.reading:  # of the base of an adapter
-            state_options((recipe.model.path,), recipe.model.reading)
-        return ModelLocation(folder, is_adapter, recipe)
+        return ModelLocation(folder, is_adapter, load(path))
     except RecipeError as error:
         logger.warning(
             "the recipe beside the weights cannot be read, so its system message and its generate "

@@ -29,19 +29,16 @@ from torch import nn
 
 from ..batch import Batch, Hook, Loss, LossFunction, Outputs, Pictures, StepRunner, Window
 from ..data.order.loader import Loader
-from ..data.order.micro_batches import check_divides
-from ..errors import STOP_SIGNALS, RecipeError, RunError
+from ..errors import STOP_SIGNALS, RunError
 from ..model.loading import device
 from ..model.lora_layers import count_fused
-from ..model.numerics import choose
+from ..model.section import ModelSection
 from ..optim.bf16_weights import rule_of
-from ..parallel.launcher import num_processes
-from ..parallel.section import ParallelSection, launched
-from ..recipe.recipe import Recipe
-from ..recipe.recipe_data import with_batch_sizes
+from ..parallel.world import ALONE
+from ..recipe.recipe_data import SingleRankRecipe
 from ..run.assembly import build
-from ..run.new_weights import with_new_weights
 from ..run.policy import COMPUTED_IN
+from ..run.training_run import located
 from ..storage.memory import allocator_message, is_out_of_memory
 from ..training.arguments import Context
 from ..training.callback import TrainerCallback, TrainerControl, TrainerState
@@ -58,45 +55,12 @@ WARM_UP = 2  # steps: the heaviest, which also compiles, and an ordinary one
 ENOUGH = 30.0  # seconds of measured steps, after which no more are begun
 
 
-@dataclass(frozen=True)
-class SingleRankRecipe:
-    """A recipe for one rank, and the number of ranks for which it stands."""
-
-    recipe: Recipe
-    num_processes: int
-
-
-def alone(recipe: Recipe) -> SingleRankRecipe:
-    """The share of one rank.
-
-    Raises ``RecipeError`` if the ranks do not form the mesh, ``DataError`` if they do not divide
-    the batch, ``RunError`` if a launcher has started several.
-    """
-    if (launch := launched()) is not None and launch[1] > 1:
-        raise RunError(
-            f"surefoot bench measures one rank, but {launch[1]} were started; start it without "
-            "torchrun or srun"
-        )
-    count = 1 if launch is not None else num_processes(recipe.parallel)
-    try:
-        ranks = recipe.parallel.num_data_ranks(count)
-    except ValueError as error:
-        raise RecipeError(f"parallel: {error}") from None
-    recipe, note = with_batch_sizes(recipe, ranks)
-    if note is not None:
-        logger.info("%s", note)
-    train = recipe.train
-    check_divides(train.global_batch_size, train.fixed_micro_batch_size, ranks)
-    share = replace(train, global_batch_size=train.global_batch_size // ranks)
-    return SingleRankRecipe(replace(recipe, train=share, parallel=ParallelSection()), count)
-
-
-def measure(recipe: Recipe, steps: int) -> BenchResult:
+def measure(rank: SingleRankRecipe, steps: int) -> BenchResult:
     """The figures of ``steps`` optimizer steps, or fewer if they are slow. Nothing of them remains
     except the cache of encoded datasets. Raises as ``surefoot train`` would."""
     with tempfile.TemporaryDirectory(prefix="surefoot-bench-") as folder:
         try:
-            return _measured(recipe, steps, Path(folder))
+            return _measured(rank, steps, Path(folder))
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -107,23 +71,25 @@ def measure(recipe: Recipe, steps: int) -> BenchResult:
             ) from error
 
 
-def _measured(recipe: Recipe, steps: int, folder: Path) -> BenchResult:
+def _measured(rank: SingleRankRecipe, steps: int, folder: Path) -> BenchResult:
     where = device()
     meter = Meter(Clock(where))
     around = partial(timed, turn=meter.clock.turn, note=meter.count)
-    short = with_new_weights(_short(recipe, steps, folder))
+    short = located(rank.short(WARM_UP + steps, folder), ALONE)
     trainer = build(short, callbacks=[meter], trial=around)
     loader = trainer.windows.loader
     meter.rewind = partial(_go_to, loader, 0)
-    section = recipe.train
-    run_steps = num_steps(section, trainer.windows.steps_per_epoch)
+    run_steps = num_steps(rank.train, trainer.windows.steps_per_epoch)
     _go_to(loader, _heaviest_window(loader, run_steps))
     trainer.fit()
     first, *_ = costs = meter.clock.steps()
     measured = costs[WARM_UP:]
     phases = {name: sum(cost[name] for cost in measured) for name in measured[0]}
     memory, tokens = peak_memory(where), sum(meter.tokens[WARM_UP:])
-    ordinary, precision = sum(phases.values()) / len(measured), choose(section.precision)
+    ordinary, precision = (
+        sum(phases.values()) / len(measured),
+        trainer.policy.network.options.precision,
+    )
     largest = max(trainer.policy.module.parameters(), key=torch.Tensor.numel)
     return BenchResult(
         device=name_of(where),
@@ -136,24 +102,10 @@ def _measured(recipe: Recipe, steps: int, folder: Path) -> BenchResult:
         flops=trainer.state.total_flos * tokens / max(1, sum(meter.tokens)),
         gemm_flops=gemm_flops(COMPUTED_IN.get(precision, largest.dtype), where),
         peak_memory=memory,
-        compiling_seconds=max(0.0, sum(first.values()) - ordinary) if recipe.model.compile else 0.0,
+        compiling_seconds=max(0.0, sum(first.values()) - ordinary) if rank.model.compile else 0.0,
         phases=phases,
-        used=used_by(recipe, trainer),
+        used=used_by(rank.model, trainer),
     )
-
-
-def _short(recipe: Recipe, steps: int, folder: Path) -> Recipe:
-    """The same, over soon and in another folder. What would be streamed is encoded before, as many
-    rows as the shuffle looks at."""
-    train = replace(recipe.train, output_dir=folder, max_steps=WARM_UP + steps)
-    train = replace(train, report_to=(), webhook=None)
-    if train.on_nan == "rollback":  # there is nothing to go back to
-        train = replace(train, on_nan="stop")
-    data = recipe.data
-    if data.streaming:
-        rows = min(data.max_samples or data.buffer_size, data.buffer_size)
-        data = replace(data, streaming=False, max_samples=rows)
-    return replace(recipe, train=train, data=data)
 
 
 def _go_to(loader: Loader, window: int) -> None:
@@ -216,11 +168,11 @@ class Meter(TrainerCallback):
             control.should_training_stop |= time.monotonic() - self.began > ENOUGH
 
 
-def used_by(recipe: Recipe, trainer: Trainer) -> Mapping[str, str]:
+def used_by(section: ModelSection, trainer: Trainer) -> Mapping[str, str]:
     """What a run that is ready uses, of what a recipe can change or a check decides."""
     network = trainer.policy.network
     module, inner = network.module, network.inner
-    kernel = trainer.state.kernels.packed_attention if recipe.data.packing else None
+    kernel = trainer.state.kernels.packed_attention if network.options.packing else None
     rule = rule_of(trainer.policy.step.optimizer)
     is_fused = all(group.get("fused") for group in rule.param_groups)
     settings = {
@@ -231,10 +183,10 @@ def used_by(recipe: Recipe, trainer: Trainer) -> Mapping[str, str]:
         if network.engine.runner.head is None
         else "chunked cross entropy",
         "optimizer": type(rule).__name__.removeprefix("Fused") + (", fused" if is_fused else ""),
-        "compilation": "on" if recipe.model.compile else "off",
+        "compilation": "on" if section.compile else "off",
     }
-    if recipe.model.float8 is not None:
-        settings["float8"] = recipe.model.float8
+    if section.float8 is not None:
+        settings["float8"] = section.float8
     if count := count_fused(module):
         settings["LoRA"] = f"fused in {count:,} layers"
     return settings
@@ -306,7 +258,7 @@ class BenchResult:
         return {
             "num_processes": single_rank.num_processes,
             "measured_processes": 1,
-            "examples_a_step": single_rank.recipe.train.global_batch_size,
+            "examples_a_step": single_rank.train.global_batch_size,
             "tokens_per_second": self.tokens_per_second,
             "trained_tokens_per_second": self.trained_tokens_per_second,
             "step_seconds": self.step_seconds,

@@ -6,9 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
 
 import numpy as np
 
@@ -20,20 +18,14 @@ from ..data.rows.rows import read_rows
 from ..data.section import DataSection
 from ..data.store.dataset import EncodedDataset, in_memory
 from ..data.text.codec import Codec
-from ..data.text.templates import section_template
 from ..data.training_data import open_stream, prepare
-from ..errors import DataError, ModelError, RecipeError
+from ..errors import DataError, RecipeError
 from ..model.isolation import PromptSharing, packed_meanwhile
-from ..model.loading import resolve
-from ..model.numerics import autocast, choose
-from ..model.section import ModelSection
+from ..model.numerics import autocast
 from ..network.network import Network
-from ..parallel.section import ParallelSection
 from ..parallel.world import ALONE, World
-from ..recipe.recipe import Recipe
-from ..recipe.recipe_data import encoding_of, fitted_data, open_codec, why_text
 from ..run.contexts import build_evaluation, columns_of, context_of, eval_set
-from ..run.models import refuse_other_tokens
+from ..run.models import open_models
 from ..run.parts import RunParts
 from ..training.evaluation import EvaluationSet
 from ..training.precompute import (
@@ -44,32 +36,14 @@ from ..training.precompute import (
     with_windows,
 )
 from ..training.stage import POLICY, Stage, auxiliary_models, longest_row
-from .model_loading import PLAINLY, LoadedModel, open_start, refuse_reward_model
+from .model_loading import LoadedModel
 
 logger = logging.getLogger(__name__)
 
 
-def adopt(opened: LoadedModel, recipe: Recipe) -> LoadedModel:
-    """``opened`` with the recipe's settings; with its template, too, if the model has none. Raises
-    ``RecipeError`` if ``data.cutoff_len`` is more than the model has positions."""
-    if not recipe.stage.spec.is_reward:
-        refuse_reward_model(opened)
-    folder = Path(opened.inner.name_or_path)
-    recipe = replace(recipe, data=fitted_data(recipe.data, opened.inner.config, folder))
-    template = opened.template
-    if not recipe.stage.uses_template:
-        template = None
-    elif template is None:
-        template = section_template(recipe.data, opened.tokenizer)
-    adopted = replace(opened, recipe=recipe, template=template)
-    if recipe.stage.reads_pictures:
-        return adopted
-    return replace(adopted, media=None, why_text=why_text())
-
-
 def measure(
     opened: LoadedModel,
-    recipe: Recipe,
+    parts: RunParts,
     examples: Sequence[Example],
     *,
     columns: Sequence[Features] | None = None,
@@ -77,26 +51,25 @@ def measure(
     on_batch: Callable[[], None] | None = None,
 ) -> dict[str, float]:
     """The metrics of training's evaluations, the same on all ranks: loss, perplexity and token
-    accuracy, say. ``columns`` are those that auxiliary models compute for each example, if the
-    stage has any (see ``auxiliary_columns``), ``others`` the models that the policy is compared
-    with, by role (see ``staying``)."""
-    items = encoded(recipe.stage, examples, opened.codec)
+    accuracy, say. ``parts`` are around ``opened``. ``columns`` are those that auxiliary models
+    compute for each example, if the stage has any (see ``auxiliary_columns``), ``others`` the
+    models that the policy is compared with, by role (see ``staying``)."""
+    items = encoded(parts.stage, examples, parts.codec)
     if columns is not None:
         items = _with_columns(items, columns)
     encoded_length = max(len(item["input_ids"]) for item in items)
-    longest = longest_row(recipe.stage, encoded_length, recipe.data.longest)
-    parts = RunParts.around(recipe, opened.codec, Path(opened.inner.name_or_path))
+    longest = longest_row(parts.stage, encoded_length, parts.data.longest)
     probes = parts.picture_probes() if has_pictures(items) else ()
-    with ready_to_measure(opened, recipe, longest, probes) as network:
+    with ready_to_measure(opened, parts, longest, probes) as network:
         # ranks that share a network run in step, so each computes all batches
         networks = {POLICY: network.compared_with(others) if others else network, **others}
         evaluation = build_evaluation(parts, networks, ALONE)
         return evaluation.measure(EvaluationSet(items, NOTHING), on_batch or (lambda: None))
 
 
-def num_batches(recipe: Recipe, num_examples: int) -> int:
+def num_batches(parts: RunParts, num_examples: int) -> int:
     """The approximate number of batches of ``measure``."""
-    return -(-num_examples // recipe.train.fixed_micro_batch_size)
+    return -(-num_examples // parts.train.fixed_micro_batch_size)
 
 
 def encoded(stage: Stage, examples: Sequence[Example], codec: Codec) -> list[Features]:
@@ -116,16 +89,16 @@ def encoded(stage: Stage, examples: Sequence[Example], codec: Codec) -> list[Fea
 
 @contextmanager
 def ready_to_measure(
-    opened: LoadedModel, recipe: Recipe, longest: int = 0, probes: Sequence[Probe] = ()
+    opened: LoadedModel, parts: RunParts, longest: int = 0, probes: Sequence[Probe] = ()
 ) -> Iterator[Network]:
-    """While it lasts, the network of ``opened`` has the recipe's precision, and attention for rows
+    """While it lasts, the network of ``opened`` has the run's precision, and attention for rows
     of documents of up to ``longest`` tokens, and of pictures as in ``probes``."""
     inner, device = opened.inner, opened.device
     with ExitStack() as stack:
-        is_proven = recipe.data.packing and stack.enter_context(
+        is_proven = parts.data.packing and stack.enter_context(
             packed_meanwhile(inner, longest, probes)
         )
-        stack.enter_context(autocast(choose(recipe.train.precision), device))
+        stack.enter_context(autocast(parts.models.policy.options.precision, device))
         yield replace(opened.network, sharing=PromptSharing(is_proven))
 
 
@@ -139,73 +112,42 @@ def _with_columns(items: Sequence[Features], columns: Sequence[Features]) -> lis
 
 
 def auxiliary_columns(
-    recipe: Recipe,
-    *,
-    dataset: str | None = None,
-    limit: int | None = None,
-    world: World = ALONE,
-    parallel: ParallelSection = PLAINLY,
+    parts: RunParts, world: World = ALONE, *, dataset: str | None = None, limit: int | None = None
 ) -> dict[str, list[Features]]:
     """The columns of each example to evaluate on (see ``held_out``), by the name of the dataset;
     nothing if the stage has no auxiliary models. None of these is left in memory."""
-    if not auxiliary_models(recipe.stage, "ahead"):
+    if not (roles := auxiliary_models(parts.stage, "ahead")):
         return {}
-    with world.main_first():  # which downloads, and fills the cache
-        base = resolve(recipe.model)
-        codec = open_codec(recipe, base)
-        parts = held_out(recipe, codec, dataset=dataset, limit=limit)
-    items = {part.name: in_memory(encoded(recipe.stage, part.examples, codec)) for part in parts}
-    size = recipe.train.global_batch_size
+    with world.main_first():  # which fills the cache
+        sources = held_out(parts, dataset=dataset, limit=limit)
+    items = {
+        source.name: in_memory(encoded(parts.stage, source.examples, parts.codec))
+        for source in sources
+    }
+    size = parts.train.global_batch_size
     sets = {name: eval_set(examples, size) for name, examples in items.items()}
-    run = RunParts.around(recipe, codec, base)
-    precomputation = columns_of(run, list(sets.values()), world)
+    precomputation = columns_of(parts, list(sets.values()), world)
     if not precomputation.is_complete:
         longest = max(int(dataset.lengths.max(initial=0)) for dataset in items.values())
-        longest = longest_row(recipe.stage, longest, recipe.data.longest)
-        with _networks(recipe, "ahead", run, world, parallel, longest) as networks:
-            precomputation.run(context_of(run, networks, ALONE))
+        longest = longest_row(parts.stage, longest, parts.data.longest)
+        parts = parts.for_rows(longest, parts.picture_probes())
+        networks = open_models(parts.models, [*roles], parts.codec, world)
+        precomputation.run(context_of(parts, networks, ALONE))
     return {name: _columns(window_set, precomputation) for name, window_set in sets.items()}
 
 
-@contextmanager
-def staying(
-    recipe: Recipe, codec: Codec, world: World, parallel: ParallelSection
-) -> Iterator[dict[str, Network]]:
-    """The auxiliary models that stay beside the model that is evaluated, by role. Raises
-    ``RecipeError`` if the model is compared with one of them on several ranks, which share the
-    logits of a model."""
-    if recipe.stage.spec.divergence is not None and world.size > 1:
+def staying(parts: RunParts, codec: Codec, world: World) -> dict[str, Network]:
+    """The auxiliary models that stay beside the model that is evaluated, whose tokens ``codec``
+    has, by role. Raises ``RecipeError`` if the model is compared with one of them on several ranks,
+    which share the logits of a model."""
+    if parts.stage.spec.divergence is not None and world.size > 1:
         raise RecipeError(
             f"parallel: two distributions over the vocabulary are compared on one rank, not on "
             f"{world.size}; evaluate this run on one process"
         )
-    longest = recipe.data.longest + recipe.stage.max_new_tokens
-    parts = RunParts.around(recipe, codec, Path(recipe.model.path))
-    with _networks(recipe, "window", parts, world, parallel, longest) as networks:
-        yield networks
-
-
-@contextmanager
-def _networks(
-    recipe: Recipe,
-    when: Literal["ahead", "window"],
-    parts: RunParts,
-    world: World,
-    parallel: ParallelSection,
-    longest: int,
-) -> Iterator[dict[str, Network]]:
-    """The auxiliary models of the stage, by role; roles of the same model share it."""
-    opened: dict[ModelSection, Network] = {}
-    roles = {role: parts.models.auxiliary(role) for role in auxiliary_models(parts.stage, when)}
-    with ExitStack() as stack:
-        for role, model in roles.items():
-            if model.section not in opened:
-                other, heads = replace(recipe, model=model.section), model.options.heads
-                start = open_start(other, world=world, parallel=parallel, heads=heads)
-                refuse_other_tokens(parts.models, role, start.tokenizer, parts.codec)
-                ready = ready_to_measure(start, recipe, longest, parts.picture_probes())
-                opened[model.section] = stack.enter_context(ready)
-        yield {role: opened[model.section] for role, model in roles.items()}
+    longest = parts.data.longest + parts.stage.max_new_tokens
+    parts = parts.for_rows(longest, parts.picture_probes())
+    return open_models(parts.models, [*auxiliary_models(parts.stage, "window")], codec, world)
 
 
 def _columns(window_set: WindowSet, precomputation: Precomputation) -> list[Features]:
@@ -233,71 +175,59 @@ class HeldOut:
 
 
 def held_out(
-    recipe: Recipe, codec: Codec, *, dataset: str | None = None, limit: int | None = None
+    parts: RunParts, *, dataset: str | None = None, limit: int | None = None
 ) -> list[HeldOut]:
-    """The evaluation examples of a recipe, at most ``limit`` rows of each set: its
+    """The evaluation examples of a run, at most ``limit`` rows of each set: its
     ``eval_datasets``, or what ``val_size`` holds out, or ``dataset`` (of a training dataset, only
-    what is held out). ``codec`` determines which rows are usable if the recipe's own model no
-    longer exists. Raises ``RecipeError`` if there is nothing, ``DataError`` if a dataset is missing
+    what is held out). The codec of ``parts`` determines which rows are usable, so it is to be that
+    of training. Raises ``RecipeError`` if there is nothing, ``DataError`` if a dataset is missing
     or broken."""
-    codec = own_codec(recipe, codec)
-    section = recipe.data
+    section = parts.data
     names = [str(name) for name in section.eval_datasets] if dataset is None else [dataset]
     if dataset and dataset in section.datasets and dataset not in section.eval_datasets:
         if section.val_size:
-            rows = {dataset: _split(recipe, codec)[dataset]}
+            rows = {dataset: _split(parts)[dataset]}
             return [HeldOut(dataset, _examples(section, _first(rows, limit)))]
         logger.warning(
             "dataset %r is used for training: its evaluation metrics do not measure generalization",
             dataset,
         )
     if names:
-        each = ((name, {name: _rows_of(recipe, codec, name)}) for name in names)
+        each = ((name, {name: _rows_of(parts, name)}) for name in names)
         return [HeldOut(name, _examples(section, _first(rows, limit))) for name, rows in each]
     if not section.val_size:
         raise RecipeError(
             "nothing to evaluate on; set data.val_size or data.eval_datasets, or name a dataset "
             "with --dataset"
         )
-    rows = _split(recipe, codec)
+    rows = _split(parts)
     return [HeldOut(VAL, _examples(section, _first(rows, limit)))]
 
 
-def own_codec(recipe: Recipe, fallback: Codec) -> Codec:
-    """The recipe's own encoding: another model must not change what is held out."""
-    try:
-        folder = resolve(recipe.model)
-    except ModelError:
-        return fallback
-    codec = open_codec(recipe, folder)
-    if recipe.stage.uses_template:
-        codec.tokenizer.chat_template = codec.template.source
-    return codec
-
-
-def _rows_of(recipe: Recipe, codec: Codec, name: str) -> list[int]:
+def _rows_of(parts: RunParts, name: str) -> list[int]:
     """The rows of a dataset with trained tokens."""
-    reference = recipe.data.reference(name)
+    reference = parts.data.reference(name)
     section = replace(
-        recipe.data,
+        parts.encoding.section,
         datasets=(reference,),
         eval_datasets=(),
         val_size=0.0,
         mix_strategy="concat",
         interleave_probs=None,
     )
-    (rows,) = _rows(prepare(encoding_of(recipe, codec, section)).train)
+    encoding = replace(parts.encoding, section=section, start_share=None)
+    (rows,) = _rows(prepare(encoding).train)
     return rows
 
 
-def _split(recipe: Recipe, codec: Codec) -> dict[str, list[int]]:
+def _split(parts: RunParts) -> dict[str, list[int]]:
     """The rows that ``val_size`` holds out, by dataset."""
-    if recipe.data.streaming:
-        stream = open_stream(encoding_of(recipe, codec))
+    if parts.data.streaming:
+        stream = open_stream(parts.encoding)
         numbers = stream.train.rows(int(stream.held[-1]) + 1)[stream.held]
         return dict(stream.train.rows_by_dataset(numbers))
-    rows = _rows(prepare(encoding_of(recipe, codec)).evals[""])
-    return dict(zip(map(str, recipe.data.datasets), rows, strict=True))
+    rows = _rows(prepare(parts.encoding).evals[""])
+    return dict(zip(map(str, parts.data.datasets), rows, strict=True))
 
 
 def _rows(dataset: EncodedDataset) -> list[list[int]]:

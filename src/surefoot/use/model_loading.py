@@ -15,13 +15,14 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoint.layouts.detection import is_sequence_classification
+from ..checkpoint.layouts.reading import state_options
 from ..data.example import JSON, Message
 from ..data.media.batch_media import BatchMedia, PromptPictures
 from ..data.media.files import Seen
 from ..data.section import without_datasets
 from ..data.text.codec import Codec
 from ..data.text.templates import Template, load_template, saved_source
-from ..errors import DamagedFileError, ModelError, RecipeError
+from ..errors import DamagedFileError, ModelError
 from ..generate.responses import PicturePrompt
 from ..generate.section import GenerateSection, Ids
 from ..model import base_identity
@@ -36,9 +37,9 @@ from ..network.open import open_network
 from ..parallel.section import ParallelSection
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
-from ..recipe.recipe_data import find_base, media_of, open_codec
+from ..recipe.recipe_data import media_of
 from ..recipe.run_recipe import NONE_DAMAGED, Damaged
-from ..run.resolving import resolved
+from ..run.parts import RunParts
 from ..storage.weight_files import is_adapter
 from ._model_location import ModelLocation, locate
 
@@ -54,7 +55,7 @@ class LoadedModel:
     network: Network
     tokenizer: PreTrainedTokenizerBase
     template: Template | None  # None: it only continues plain text
-    recipe: Recipe | None = None  # of the run that made it
+    recipe: Recipe | RunParts | None = None  # of the run that made it
     folder: Path | None = None  # of the weights, of the adapter if it has one
     folders: tuple[Path, ...] = ()  # of all weights
     media: BatchMedia | None = None  # how it reads pictures; None: it reads text alone ...
@@ -166,17 +167,18 @@ def open_model(
 
 def open_to_measure(
     path: str | Path,
-    recipe: Recipe,
+    model: ModelSection,
+    heads: Sequence[str] = (),
     *,
     base: str | Path | None = None,
     world: World = ALONE,
     parallel: ParallelSection = PLAINLY,
 ) -> LoadedModel:
-    """The same to be measured as ``recipe`` says: with the heads of its stage, which start at 0 if
-    the model has none."""
-    dtype, is_trusted = recipe.model.dtype, recipe.model.trust_remote_code
+    """The same to be measured as the ``model`` of a recipe is: with the ``heads`` of its stage,
+    which start at 0 if the model has none."""
+    dtype, is_trusted = model.dtype, model.trust_remote_code
     section = ModelSection(path="", dtype=dtype, trust_remote_code=is_trusted)
-    return _opened(section, world, parallel, recipe.stage.heads, path, base=base)
+    return _opened(section, world, parallel, heads, path, base=base)
 
 
 def _opened(
@@ -208,27 +210,16 @@ def _opened(
     return with_valid(find, load)
 
 
-def open_start(
-    recipe: Recipe,
-    *,
-    world: World = ALONE,
-    parallel: ParallelSection = PLAINLY,
-    heads: Sequence[str] = (),
-) -> LoadedModel:
-    """The initial model of a training, with its tokens and template; else like ``open_model``."""
-    if recipe.model.quantization_bit is not None and world.mesh is not None:
-        raise RecipeError(
-            "model.quantization_bit: a quantized model can be opened on one rank only, not on "
-            f"{world.size}; leave it unset, and shard the weights"
-        )
-    with world.main_first():
-        recipe = resolved(recipe)
-        folder = find_base(recipe)
-    codec = open_codec(recipe, folder)
-    parts = ModelFolders(folder, recipe.model.adapter, folder, recipe)
-    network = _open(parts, recipe.model, codec.tokenizer, world, parallel, heads)
-    template = codec.template if recipe.stage.uses_template else None
-    opened = LoadedModel(network, codec.tokenizer, template, recipe, parts.folder, parts.all)
+def open_start(parts: RunParts, world: World = ALONE) -> LoadedModel:
+    """The initial model of a training, with its tokens and template; see ``RunParts.to_measure``.
+    Else like ``open_model``."""
+    policy, codec = parts.models.policy, parts.codec
+    options = replace(policy.options, packing=False)  # which is switched on when it is measured
+    network = open_network(policy.folder, policy.section, codec.tokenizer, world, options)
+    network.module.eval()
+    folders = ModelFolders(policy.folder, policy.section.adapter, policy.folder, None)
+    template = codec.template if parts.stage.uses_template else None
+    opened = LoadedModel(network, codec.tokenizer, template, parts, folders.folder, folders.all)
     return replace(opened, media=codec.media, why_text=codec.why_text)
 
 
@@ -301,6 +292,16 @@ class ModelFolders:
         """Whether the model was trained to give rewards; see ``LoadedModel.is_reward_model``."""
         return gives_rewards(self.recipe, self.all)
 
+    @property
+    def is_reward_run(self) -> bool:
+        """Whether Surefoot trained it to give rewards."""
+        return self.recipe is not None and self.recipe.stage.spec.is_reward
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """That of the run; None without one."""
+        return None if self.recipe is None else self.recipe.train.global_batch_size
+
 
 def codec_of(parts: ModelFolders) -> Codec:
     """The encoding that the tokenizer and the recipe of ``parts`` define; no model is opened."""
@@ -315,7 +316,7 @@ def _tokens_of(
     return tokenizer, load_template("auto", tokenizer) if saved_source(tokenizer) else None
 
 
-def gives_rewards(recipe: Recipe | None, folders: Sequence[Path]) -> bool:
+def gives_rewards(recipe: Recipe | RunParts | None, folders: Sequence[Path]) -> bool:
     """Whether a model in ``folders``, by the ``recipe`` of its run, gives rewards."""
     if recipe is not None:
         return recipe.stage.spec.is_reward
@@ -373,6 +374,7 @@ def _parts(
             raise ModelError(
                 f"{top}: contains no {top.adapter_config.name}; expected the folder of an adapter"
             )
+        _state_reading(top)
         return _on_base(top, located)
     if located.is_adapter:
         return _on_base(located, _base_of(located, base, damaged))
@@ -396,6 +398,7 @@ def _on_base(adapter: ModelLocation, base: ModelLocation) -> ModelFolders:
 def _base_of(adapter: ModelLocation, base: str | Path | None, damaged: Damaged) -> ModelLocation:
     """The base of an adapter: ``base``, or the one in its files, if these are still what the
     adapter was trained on."""
+    _state_reading(adapter)
     if base is not None:
         located = locate(base, damaged)
         if located.is_adapter:
@@ -409,6 +412,12 @@ def _base_of(adapter: ModelLocation, base: str | Path | None, damaged: Damaged) 
             f"--base {named_base}"
         )
     return named_base
+
+
+def _state_reading(adapter: ModelLocation) -> None:
+    """Read the base of an adapter as the recipe of its run says."""
+    if adapter.recipe is not None and adapter.recipe.model.reading:
+        state_options((adapter.recipe.model.path,), adapter.recipe.model.reading)
 
 
 def _named_base(adapter: ModelLocation) -> ModelLocation:

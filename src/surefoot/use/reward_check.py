@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
 
 from ..batch import Features
 from ..data.example import Dropped
@@ -15,15 +14,13 @@ from ..data.rows.catalog import training_examples
 from ..data.text.codec import Codec
 from ..errors import DataError, RecipeError, RunError
 from ..parallel.world import ALONE
-from ..recipe.recipe import Recipe
-from ..run.code_files import try_rewards
 from ..run.contexts import context_of
 from ..run.parts import RunParts
 from ..training.kept_rollouts import Recorded
 from ..training.policy_gradient import is_flat
 from ..training.stage import POLICY
 from .evaluation import encoded, ready_to_measure, staying
-from .model_loading import PLAINLY, open_start
+from .model_loading import open_start
 
 MOST_ROWS = 1000  # that are looked at for so many prompts
 
@@ -75,43 +72,38 @@ class RewardCheck:
     responses: Sequence[CheckedResponse]
 
 
-def check_rewards(recipe: Recipe, count: int) -> RewardCheck:
+def check_rewards(parts: RunParts, count: int) -> RewardCheck:
     """Sample a group for each of the first ``count`` prompts, and reward all responses twice.
     Raises ``RecipeError`` if the stage has no reward, ``RunError`` if one fails."""
-    if not recipe.stage.max_new_tokens:
+    stage, codec = parts.stage, parts.codec
+    if not stage.max_new_tokens:
         raise RecipeError("stage: nothing is sampled and rewarded; expected one such as grpo")
-    try_rewards(recipe)
-    opened = open_start(recipe, heads=recipe.stage.heads)
-    items = _prompts(recipe, opened.codec, count)
-    longest = max(len(item["input_ids"]) for item in items) + recipe.stage.max_new_tokens
+    opened, items = open_start(parts), _prompts(parts, count)
+    longest = max(len(item["input_ids"]) for item in items) + stage.max_new_tokens
     started = time.monotonic()
-    with (
-        ready_to_measure(opened, recipe, longest) as network,
-        staying(recipe, opened.codec, ALONE, PLAINLY) as others,
-    ):
-        networks = {POLICY: network, **others}
-        parts = RunParts.around(recipe, opened.codec, Path(opened.inner.name_or_path))
+    with ready_to_measure(opened, parts, longest) as network:
+        networks = {POLICY: network, **staying(parts, codec, ALONE)}
         context = replace(context_of(parts, networks, ALONE), times=2)
-        recipe.stage.prepare(context, items)
+        stage.prepare(context, items)
     if not context.recorded:
         raise RecipeError("stage: it computes no rewards; expected one such as grpo")
     if not any(values for values in map(_known, context.recorded[0].by_reward[0].values())):
         raise RunError("no response has a reward: see the warnings above")
-    return _report(context.recorded[0], opened.codec, time.monotonic() - started)
+    return _report(context.recorded[0], codec, time.monotonic() - started)
 
 
 def _known(values: Sequence[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def _prompts(recipe: Recipe, codec: Codec, count: int) -> list[Features]:
+def _prompts(parts: RunParts, count: int) -> list[Features]:
     """The first prompts of the training datasets that are not dropped."""
     prompts: list[Features] = []
-    for example in islice(training_examples(recipe.data), MOST_ROWS):
+    for example in islice(training_examples(parts.data), MOST_ROWS):
         if len(prompts) < count:
-            (outcome,) = recipe.stage.encode([example], codec)
+            (outcome,) = parts.stage.encode([example], parts.codec)
             if not isinstance(outcome, Dropped):
-                prompts += encoded(recipe.stage, [example], codec)
+                prompts += encoded(parts.stage, [example], parts.codec)
     if not prompts:
         raise DataError(f"data.datasets: no prompt in the first {MOST_ROWS:,} rows can be used")
     return prompts[:count]

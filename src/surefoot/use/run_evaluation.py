@@ -18,20 +18,23 @@ from ..checkpoint.disk.commit import named
 from ..data.example import Dropped, Example, Truncated
 from ..data.media.files import seen_in
 from ..data.text.ranking import answered
-from ..errors import CheckpointError, RunError, counted, installation
+from ..data.text.templates import section_template
+from ..errors import CheckpointError, ModelError, RunError, counted, installation
 from ..generate.generation import Ids, Sample, room
 from ..generate.responses import Decode, decoder, pictures_of
-from ..model.numerics import autocast, choose
+from ..model.numerics import autocast
 from ..network.network import Network
 from ..parallel.section import ParallelSection
-from ..parallel.world import World
+from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
+from ..recipe.recipe_data import fitted_data, why_text
+from ..run.parts import RunParts
 from ..storage import files
 from ..storage.files import make_folder, raising, write_aside
 from ..storage.remote import Address
 from ._model_location import locate
-from .evaluation import HeldOut, adopt, auxiliary_columns, held_out, measure, num_batches, staying
-from .model_loading import LoadedModel, open_start, open_to_measure
+from .evaluation import HeldOut, auxiliary_columns, held_out, measure, num_batches, staying
+from .model_loading import PLAINLY, LoadedModel, open_start, open_to_measure, refuse_reward_model
 from .prediction import Output, Progress, open_journal
 
 BASE = "base"
@@ -142,19 +145,19 @@ def evaluate_run(
     ``DataError``, ``ModelError`` or ``RecipeError`` if there is no such model, or nothing to
     evaluate it on."""
     path = evaluated_path(recipe, model, world)
+    is_needed = path is None or bool(recipe.stage.auxiliary)
+    start = parts_of_start(recipe, world, parallel, is_needed=is_needed)
     # Before the model is opened: two models are never in memory together, and what the reference
     # says never changes, so it is asked once for all evaluations (docs/decisions/0038).
-    columns = auxiliary_columns(
-        recipe, dataset=dataset, limit=limit, world=world, parallel=parallel
-    )
-    opened = adopt(open_evaluated(recipe, path, base, world, parallel), recipe)
+    ahead = {} if start is None else auxiliary_columns(start, world, dataset=dataset, limit=limit)
+    opened, parts = adopt(open_evaluated(recipe, path, base, start, world, parallel), recipe)
     with world.main_first():  # which fills the cache
-        parts = held_out(recipe, opened.codec, dataset=dataset, limit=limit)
-    with staying(recipe, opened.codec, world, parallel) as others:
-        results = [
-            _evaluate(opened, recipe, part, columns.get(part.name), others, progress)
-            for part in parts
-        ]
+        sources = held_out(start or parts, dataset=dataset, limit=limit)
+    others = {} if start is None else staying(start, parts.codec, world)
+    results = [
+        _evaluate(opened, parts, source, ahead.get(source.name), others, progress)
+        for source in sources
+    ]
     folder = None if path is None else opened.folder
     return EvaluationReport(BASE if folder is None else folder.name, results)
 
@@ -176,13 +179,58 @@ def evaluated_path(recipe: Recipe, model: str | None, world: World) -> str | Non
     return path
 
 
+def parts_of_start(
+    recipe: Recipe,
+    world: World = ALONE,
+    parallel: ParallelSection = PLAINLY,
+    *,
+    is_needed: bool = False,
+) -> RunParts | None:
+    """The parts of ``recipe`` around its own model: the model that is evaluated must not change
+    what is held out. None if that does not exist any more, unless it ``is_needed``. A collective
+    call. Raises ``ModelError``."""
+    with world.main_first():  # which downloads
+        try:
+            return RunParts.to_measure(recipe, parallel)
+        except ModelError:
+            if is_needed:
+                raise
+            return None
+
+
+def adopt(opened: LoadedModel, recipe: Recipe) -> tuple[LoadedModel, RunParts]:
+    """``opened`` with the recipe's settings, and the parts of the recipe around it; with its
+    template, too, if the model has none. Raises ``RecipeError`` if ``data.cutoff_len`` is more than
+    the model has positions."""
+    if not recipe.stage.spec.is_reward:
+        refuse_reward_model(opened)
+    folder = Path(opened.inner.name_or_path)
+    recipe = replace(recipe, data=fitted_data(recipe.data, opened.inner.config, folder))
+    template = opened.template
+    if not recipe.stage.uses_template:
+        template = None
+    elif template is None:
+        template = section_template(recipe.data, opened.tokenizer)
+    adopted = replace(opened, recipe=recipe, template=template)
+    if not recipe.stage.reads_pictures:
+        adopted = replace(adopted, media=None, why_text=why_text())
+    return adopted, RunParts.around(recipe, adopted.codec, folder)
+
+
 def open_evaluated(
-    recipe: Recipe, path: str | None, base: str | None, world: World, parallel: ParallelSection
+    recipe: Recipe,
+    path: str | None,
+    base: str | None,
+    start: RunParts | None,
+    world: World,
+    parallel: ParallelSection,
 ) -> LoadedModel:
-    """The model to evaluate; without a path, the one before training."""
+    """The model to evaluate; without a path, the one before training, of ``start``."""
     if path is None:
-        return open_start(recipe, world=world, parallel=parallel, heads=recipe.stage.heads)
-    return open_to_measure(path, recipe, base=base, world=world, parallel=parallel)
+        assert start is not None
+        return open_start(start, world)
+    heads = recipe.stage.heads
+    return open_to_measure(path, recipe.model, heads, base=base, world=world, parallel=parallel)
 
 
 def _path(run: Address | Path, model: str | None) -> str:
@@ -209,27 +257,27 @@ def _path(run: Address | Path, model: str | None) -> str:
 
 def _evaluate(
     opened: LoadedModel,
-    recipe: Recipe,
-    part: HeldOut,
+    parts: RunParts,
+    source: HeldOut,
     columns: Sequence[Features] | None,
     others: Mapping[str, Network],
     progress: Progress,
 ) -> DatasetResult:
-    count = len(part.examples)
-    with progress(f"{part.name}: loss", num_batches(recipe, count)) as advance:
+    count = len(source.examples)
+    with progress(f"{source.name}: loss", num_batches(parts, count)) as advance:
         metrics = measure(
             opened,
-            recipe,
-            part.examples,
+            parts,
+            source.examples,
             columns=columns,
             others=others,
             on_batch=lambda: advance(1),
         )
     answers: list[Generation] = []
-    if recipe.stage.uses_template and not recipe.stage.spec.is_reward:
-        with progress(f"{part.name}: answers", count) as advance:
-            answers = generations(opened, recipe, part.examples, on_answered=advance)
-    return DatasetResult(part.name, count, metrics, answers)
+    if parts.stage.uses_template and not parts.stage.spec.is_reward:
+        with progress(f"{source.name}: answers", count) as advance:
+            answers = generations(opened, parts, source.examples, on_answered=advance)
+    return DatasetResult(source.name, count, metrics, answers)
 
 
 logger = logging.getLogger(__name__)
@@ -268,7 +316,7 @@ class _Question:
 
 def generations(
     opened: LoadedModel,
-    recipe: Recipe,
+    parts: RunParts,
     examples: Sequence[Example],
     *,
     on_answered: Callable[[int], None] | None = None,
@@ -276,32 +324,32 @@ def generations(
     hides_special: bool = False,
 ) -> list[Generation]:
     """The model's own last response in every conversation that ends in one, in order, generated by
-    the recipe's ``generate`` section after what precedes that response in training. Nothing is
+    the run's ``generate`` section after what precedes that response in training. Nothing is
     expected where the response in the data is marked undesirable. A prompt that fills the context
     length gets an empty response, and a warning is logged.
 
     Args:
         opened: the model.
-        recipe: its settings.
+        parts: the settings of the run, around it.
         examples: the conversations.
         on_answered: called with numbers of responses as they end.
         output: beside which the responses are stored as they are made, and from which those of an
             earlier attempt are taken; the caller writes it, and then removes them.
         hides_special: whether responses and references are without special tokens.
     """
-    questions = _questions(opened, recipe, examples)
+    questions = _questions(opened, parts, examples)
     full = sum(room(opened.model, question.prompt) == 0 for question in questions)
     if full:
         prompts = counted(full, "prompt fills", "prompts fill")
         logger.warning("%s the model's context length; no response is generated", prompts)
     prompt_ids = [question.prompt for question in questions]
     # a metric should depend on ``batch_size`` and ranks as little as it can
-    section, seed = replace(recipe.generate, batch_invariant=True), recipe.train.seed
+    section, seed = replace(parts.generate, batch_invariant=True), parts.train.seed
     store = None
     if output is not None:
         store = open_journal(output, opened, prompt_ids, section, seed)
     decode = decoder(opened.tokenizer)
-    with autocast(choose(recipe.train.precision), opened.device):
+    with autocast(parts.models.policy.options.precision, opened.device):
         samples = opened.network.generate(
             prompt_ids,
             section,
@@ -339,16 +387,18 @@ def _text(sample: Sample, decode: Decode, read: Decode) -> str:
     return read(ids[:count]) + text_before_stop[len(decode(ids[:count])) :]
 
 
-def _questions(opened: LoadedModel, recipe: Recipe, examples: Sequence[Example]) -> list[_Question]:
+def _questions(
+    opened: LoadedModel, parts: RunParts, examples: Sequence[Example]
+) -> list[_Question]:
     """Split conversations where training does: before the last response's first label."""
     section = replace(
-        recipe.data,
+        parts.data,
         mask_history=True,
         train_on_prompt=False,
         cutoff_len=UNCUT,
         on_too_long="truncate",
     )
-    codec = opened.codec.with_section(section)
+    codec = parts.codec.with_section(section)
     stops = frozenset(opened.stop_token_ids)
     questions = []
     examples = [answered(e, e.chosen) if e.chosen else e for e in examples if e.label is not False]

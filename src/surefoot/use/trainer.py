@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
@@ -21,15 +21,23 @@ from ..checkpoint.state.roles import MODEL
 from ..data.text.prompts import read_prompts
 from ..errors import CheckpointError, DataError, RecipeError, RunError
 from ..model.loading import device
-from ..model.numerics import autocast, choose
+from ..model.numerics import autocast
 from ..parallel.section import launched
 from ..parallel.world import ALONE
-from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import with_batch_sizes
 from ..run.assembly import build
 from ..run.from_python import AS_IN_THE_RECIPE, Rows, StageParts, by_name, write_rows
-from ..run.trainer_names import argument_values
-from ..run.training_run import AnyModel, AnyRecipe, LoopFollower, Outcome, located, read_given, run
+from ..run.training_run import (
+    AnyModel,
+    AnyRecipe,
+    LoopFollower,
+    Outcome,
+    arguments_of,
+    located,
+    read_given,
+    resumed_from,
+    run,
+)
 from ..storage import files
 from ..training import Screen
 from ..training.arguments import Arguments, Context
@@ -130,7 +138,7 @@ class RunTrainer:
         self._parts, self._without = parts, list[object]()
         given = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
         self._callbacks = [made(each) for each in given]
-        self._args = Arguments(shown=argument_values(self._recipe))
+        self._args = Arguments(shown=arguments_of(self._recipe))
         self._loop: Loop | None = None
 
     def __getattr__(self, name: str) -> object:
@@ -159,12 +167,12 @@ class RunTrainer:
     def train(self, resume_from_checkpoint: str | Path | bool | None = None) -> Outcome:
         """Start the run, or resume it from its latest checkpoint, or from the one that is named.
         A model that was given has the trained weights afterwards, if they fit."""
-        recipe = self._stored()
+        self._store()
+        recipe = self._recipe
         if resume_from_checkpoint not in (None, True):
-            resume = str(resume_from_checkpoint or "none")
-            recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, resume=resume))
+            recipe = resumed_from(recipe, str(resume_from_checkpoint or "none"))
         # without the parts of a loop before, which would stay in memory
-        self._args = Arguments(shown=argument_values(recipe), added=self._args.added)
+        self._args = Arguments(shown=arguments_of(recipe), added=self._args.added)
         self._loop, self._is_training = None, True
         members = [_Following(self), *self._callbacks]
         try:
@@ -189,7 +197,7 @@ class RunTrainer:
             given = by_name(eval_dataset)
             one = len(given) == 1 and given is not eval_dataset
             sets = {
-                "" if one else name: self._encoded(loop, self._file(rows))
+                "" if one else name: self._encoded(loop, self._file(loop, rows))
                 for name, rows in given.items()
             }
         if not sets:
@@ -199,17 +207,22 @@ class RunTrainer:
     def predict(self, test_dataset: Rows, *, metric_key_prefix: str = "test") -> Predictions:
         """The responses to rows, by the recipe's ``generate``, and metrics if they have responses
         already. Raises ``DataError`` and ``RunError``."""
-        loop, path, recipe = self._ready("predict"), self._file(test_dataset), self._recipe
-        prompts = read_prompts(path, recipe.data)
+        loop = self._ready("predict")
+        path, network = self._file(loop, test_dataset), loop.policy.network
         codec = loop.evaluation.context((EVALUATION, 0)).codec
+        prompts = read_prompts(path, codec.section)
         opened = LoadedModel(
-            *(loop.policy.network, codec.tokenizer, codec.template, recipe, recipe.train.folder),
+            network,
+            codec.tokenizer,
+            codec.template,
+            self._recipe,
+            loop.section.folder,
             media=codec.media,
         )
-        with autocast(choose(recipe.train.precision), device()):
-            answers = predict(opened, prompts, recipe.generate, seed=recipe.train.seed)
+        with autocast(network.options.precision, device()):
+            answers = predict(opened, prompts, opened.generate, seed=loop.section.seed)
         metrics = dict[str, float]()
-        if any(map(has_response, read_rows_of(path, recipe.data))):
+        if any(map(has_response, read_rows_of(path, codec.section))):
             metrics = loop.measure({"": self._encoded(loop, path)}, metric_key_prefix)
         loop.callbacks.emit("on_predict", metrics=metrics)
         return Predictions(answers, metrics)
@@ -218,7 +231,7 @@ class RunTrainer:
         """Write the weights as they are now, with tokenizer and configuration, to a new folder, as
         a checkpoint has them: an adapter by itself. Raises ``CheckpointError`` if it exists."""
         loop, target = self._ready("save_model"), Path(output_dir).absolute()
-        if target == self._recipe.train.folder.absolute():
+        if target == loop.section.folder.absolute():
             raise CheckpointError(
                 f"{output_dir}: it is the folder of the run, whose checkpoints have the model; "
                 "choose another folder"
@@ -260,11 +273,10 @@ class RunTrainer:
         """The same, without returning it."""
         self.pop_callback(callback)
 
-    def _stored(self) -> Recipe:
-        """The recipe of the run, in whose folder the given objects are now."""
+    def _store(self) -> None:
+        """Write the given objects into the folder of the run, as its recipe then says."""
         if not self._is_stored:
             self._recipe, self._is_stored = self._given.stored(self._recipe), True
-        return self._recipe
 
     def _ready(self, method: str) -> Loop:
         """The loop of the run; before ``train``, one that is not started."""
@@ -274,14 +286,15 @@ class RunTrainer:
                 "`surefoot eval`, `predict` and `export` on the run"
             )
         if self._loop is None:
-            recipe, _ = with_batch_sizes(self._stored(), 1)
+            self._store()
+            recipe, _ = with_batch_sizes(self._recipe, 1)
             self._loop = build(located(recipe, ALONE), stage_parts=self._parts)
             self._loop.saver.close()  # it holds the folder open
         return self._loop
 
-    def _file(self, rows: Rows) -> Path:
+    def _file(self, loop: Loop, rows: Rows) -> Path:
         """A file of rows, in the folder of the run."""
-        folder = write_rows({_MEASURED: rows}, self._recipe.train.folder)
+        folder = write_rows({_MEASURED: rows}, loop.section.folder)
         return folder / f"{_MEASURED}.jsonl"
 
     def _encoded(self, loop: Loop, path: Path) -> EvaluationSet:
@@ -292,7 +305,7 @@ class RunTrainer:
                 "the stage compares each row with another model, which is read before the first "
                 "step; give the rows as eval_dataset of the Trainer"
             )
-        examples = [e for e in read_rows_of(path, self._recipe.data) if has_response(e)]
+        examples = [e for e in read_rows_of(path, codec.section) if has_response(e)]
         if not examples:
             raise DataError("evaluate: no row has a response")
         return EvaluationSet(encoded(stage, examples, codec), NOTHING)

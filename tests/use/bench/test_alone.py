@@ -4,7 +4,7 @@ import pytest
 
 from surefoot.errors import DataError, RunError
 from surefoot.recipe.recipe import read
-from surefoot.use.bench import alone
+from surefoot.recipe.recipe_data import SingleRankRecipe
 
 
 def recipe(**parallel):
@@ -20,14 +20,14 @@ def recipe(**parallel):
 
 
 def test_one_process_measures_its_share():
-    found = alone(recipe(num_processes=4, tp=2))
+    found = SingleRankRecipe.of(recipe(num_processes=4, tp=2))
     assert found.num_processes == 4
     assert found.recipe.train.global_batch_size == 8
     assert found.recipe.parallel.tp == 1
 
 
 def test_a_run_of_one_process_stays_as_it_is():
-    assert alone(recipe(num_processes=1)).recipe.train == recipe().train
+    assert SingleRankRecipe.of(recipe(num_processes=1)).recipe.train == recipe().train
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_a_run_of_one_process_stays_as_it_is():
 )
 def test_examples_that_do_not_divide_are_refused_as_in_training(parallel, words):
     with pytest.raises(DataError, match=words):
-        alone(recipe(**parallel))
+        SingleRankRecipe.of(recipe(**parallel))
 
 
 def test_several_started_processes_are_refused(monkeypatch):
@@ -43,4 +43,4 @@ def test_several_started_processes_are_refused(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", **address}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RunError, match="without torchrun"):
-        alone(recipe())
+        SingleRankRecipe.of(recipe())

@@ -10,8 +10,13 @@ import surefoot
 from project import Project, metrics
 from surefoot.errors import RunError
 from surefoot.recipe.recipe import load
+from surefoot.recipe.recipe_data import SingleRankRecipe
 from surefoot.use import bench
-from surefoot.use.bench import ENOUGH, PHASES, Meter, measure
+from surefoot.use.bench import ENOUGH, PHASES, Meter
+
+
+def measure(recipe, steps):
+    return bench.measure(SingleRankRecipe.of(recipe), steps)
 
 
 @pytest.fixture(autouse=True)

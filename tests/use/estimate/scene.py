@@ -47,7 +47,12 @@ def skeleton(made, precision="fp32", dtype=torch.float32, gathered=None, **sprea
     setting = HoldingOptions(
         precision, dtype, gathered, made.model.gradient_checkpointing, **spread
     )
-    return build(made, Path(made.model.path), tokenizer(made), setting)
+    return build(parts(made), setting)
+
+
+def parts(made):
+    base = Path(made.model.path)
+    return RunParts.around(made, open_codec(made, base), base)
 
 
 def policy(made):
@@ -56,9 +61,7 @@ def policy(made):
 
 
 def opened(made):
-    base = Path(made.model.path)
-    parts = RunParts.around(made, open_codec(made, base), base)
-    return open_policy(parts, ALONE, needs_start=False)
+    return open_policy(parts(made), ALONE, needs_start=False)
 
 
 def features(*lengths, prompt=4, seed=0):

@@ -1,5 +1,7 @@
 """Steps, tokens and the heaviest micro-batch, against the batches that a run really gets."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -19,6 +21,8 @@ from surefoot.use.estimate._batches import (
     trained_counts,
 )
 
+from . import scene
+
 
 def recipe(packing=True, **train):
     return read(
@@ -29,6 +33,13 @@ def recipe(packing=True, **train):
             "train": {"output_dir": "none", **train},
         }
     )
+
+
+@pytest.fixture(scope="module")
+def parts_of(tmp_path_factory):
+    """The parts of a run, of which nothing but its examples and their order is looked at."""
+    known = scene.parts(scene.recipe(tmp_path_factory.mktemp("batches")))
+    return lambda made: replace(known, train=made.train, data=made.data, stage=made.stage)
 
 
 def dataset(lengths, seed=0):
@@ -65,9 +76,9 @@ def every_batch(made, items, ranks, steps):
     st.booleans(),
     st.sampled_from([{"num_epochs": 2}, {"num_epochs": 1.5}, {"max_steps": 3}]),
 )
-def test_figures_are_those_of_the_batches_that_come(lengths, sizes, packing, how_long):
+def test_figures_are_those_of_the_batches_that_come(parts_of, lengths, sizes, packing, how_long):
     whole, micro, ranks = sizes
-    made = recipe(packing, global_batch_size=whole, micro_batch_size=micro, **how_long)
+    made = parts_of(recipe(packing, global_batch_size=whole, micro_batch_size=micro, **how_long))
     items = dataset(lengths)
     loader, trained = loader_of(made, items, ranks), trained_counts(items)
     course = course_of(made, loader, items.lengths, trained)
@@ -100,8 +111,8 @@ def test_many_examples_are_counted_piece_by_piece(monkeypatch):
     assert trained_counts(items).tolist() == expected.tolist()
 
 
-def test_batches_that_do_not_divide_are_refused_as_in_training():
-    made = recipe(global_batch_size=8, micro_batch_size=4)
+def test_batches_that_do_not_divide_are_refused_as_in_training(parts_of):
+    made = parts_of(recipe(global_batch_size=8, micro_batch_size=4))
     with pytest.raises(
         DataError, match=r"multiple of train\.micro_batch_size x data-parallel ranks"
     ):
@@ -109,12 +120,12 @@ def test_batches_that_do_not_divide_are_refused_as_in_training():
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_a_prompt_counts_as_often_as_it_is_computed(packing):
+def test_a_prompt_counts_as_often_as_it_is_computed(parts_of, packing):
     pairs = [
         {"input_ids": [*range(sum(lengths))], "labels": [0] * sum(lengths), "lengths": lengths}
         for lengths in ([2, 3, 4], [7, 1, 1])
     ]
     items = in_memory(pairs)
-    counts = token_counts(recipe(packing), items)
+    counts = token_counts(parts_of(recipe(packing)), items)
     laid = [collate_pairs([pair], packing=packing).num_tokens for pair in pairs]
     assert counts.tolist() == laid == ([9, 9] if packing else [11, 16])

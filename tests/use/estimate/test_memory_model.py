@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from surefoot.parallel.sharding import AXES
 from surefoot.parallel.world import World
 from surefoot.use.estimate._dry_run import LiveBytes, describe, dry_run_batch
 from surefoot.use.estimate._memory_model import MeshShape, Pass, Snapshot, Weight, gathered, memory
-from surefoot.use.estimate._rank_memory import Machine, memory_of
+from surefoot.use.estimate._rank_memory import Machine, PlanBase, memory_of
 
 from .scene import batch, head_of, local, policy, recipe, resized, skeleton, total
 
@@ -95,8 +96,9 @@ def test_a_state_in_main_memory_takes_memory_of_a_gpu_for_one_bucket_only(tmp_pa
     def found(*, on_gpu, offload_state):
         made = recipe(tmp_path, optim={"adamw": {"offload_state": offload_state}})
         held = skeleton(made)
-        machine = Machine(1, on_gpu=on_gpu)
-        return memory_of(made, machine, held, NOTHING)
+        machine, none = Machine(1, on_gpu=on_gpu), np.arange(0)
+        ground = PlanBase(held.parts, machine, MeshShape(), None, none, none, None)
+        return memory_of(ground, held, NOTHING)
 
     plain, offloaded = (found(on_gpu=True, offload_state=one) for one in (False, True))
     assert 0 < offloaded.optimizer < plain.optimizer / 10  # the numbers of updates

@@ -64,7 +64,7 @@ def test_matrices_of_layers_shrink_and_nothing_else_does(tmp_path, kind, way):
     assert len(matrices) == 14
     part = way["quantization_bit"] / 8
     saved = sum(rows * columns * (4 - part) for rows, columns in matrices)
-    saved -= sum(scales_size(shape, made.recipe.model) for shape in matrices)
+    saved -= sum(scales_size(shape, made.parts.models.policy.section) for shape in matrices)
     before, after = (frozen_bytes(describe(each)) for each in (whole, made))
     assert before - after == saved
     models = (each.network.module for each in (whole, made))

@@ -66,8 +66,7 @@ def write_model(parts: ModelFolders, target: Path, quantize: str, progress: Prog
     damaged or missing, or the disk fails."""
     beside, where = modelfile_of(target), str(parts.folder)
     refuse_existing(target, beside, receipt_path(target))
-    is_reward = parts.recipe is not None and parts.recipe.stage.spec.is_reward
-    if is_reward or any(is_sequence_classification(folder) for folder in parts.all):
+    if parts.is_reward_run or any(is_sequence_classification(folder) for folder in parts.all):
         raise ModelError(f"{where}: is a reward model; GGUF is for models that write text")
     source, small = whole_model(parts)
     config = config_of(small, where)

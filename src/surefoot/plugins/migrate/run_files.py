@@ -23,14 +23,16 @@ from ...parallel.world import joined
 from ...recipe.recipe import Recipe
 from ...storage import files
 from ...training.callback import TrainerState
-from ...use.evaluation import adopt, held_out, measure, num_batches
+from ...use.evaluation import held_out, measure, num_batches
 from ...use.prediction import Output
 from ...use.run_evaluation import (
     Generation,
+    adopt,
     comparison,
     evaluated_path,
     generations,
     open_evaluated,
+    parts_of_start,
 )
 from .run_extras import AfterTraining
 
@@ -90,9 +92,10 @@ def evaluate(recipe: Recipe, after: AfterTraining, model: str | None) -> None:
     parallel = with_replicas(ParallelSection())
     with joined(parallel) as world:
         path = evaluated_path(recipe, model, world)
-        opened = adopt(open_evaluated(recipe, path, None, world, parallel), recipe)
+        own = parts_of_start(recipe, world, parallel, is_needed=path is None)
+        opened, parts = adopt(open_evaluated(recipe, path, None, own, world, parallel), recipe)
         with world.main_first():  # which fills the cache
-            examples = [e for part in held_out(recipe, opened.codec) for e in part.examples]
+            examples = [e for source in held_out(own or parts) for e in source.examples]
         with files.raising(RunError, _DOING):
             files.make_folder(recipe.train.folder)
         output, start = Output(recipe.train.folder / PREDICTIONS, force=True), time.monotonic()
@@ -101,15 +104,15 @@ def evaluate(recipe: Recipe, after: AfterTraining, model: str | None) -> None:
         if compare is not None:
             with shown("responses", len(examples)) as advance:
                 answers = generations(
-                    *(opened, recipe, examples),
+                    *(opened, parts, examples),
                     on_answered=advance,
                     output=output,
                     hides_special=after.hides_special,
                 )
             metrics = dict(compare([a.answer for a in answers], [a.reference for a in answers]))
         else:
-            with shown("loss", num_batches(recipe, len(examples))) as advance:
-                metrics = measure(opened, recipe, examples, on_batch=lambda: advance(1))
+            with shown("loss", num_batches(parts, len(examples))) as advance:
+                metrics = measure(opened, parts, examples, on_batch=lambda: advance(1))
         runtime = time.monotonic() - start
         metrics |= {"runtime": runtime, "samples_per_second": len(examples) / runtime}
         if world.is_main:

@@ -29,15 +29,13 @@ from torch.overrides import TorchFunctionMode
 from ...batch import Features
 from ...checkpoint.layouts.opening import open_folder
 from ...checkpoint.sources import JoinedSource, Renamed, TensorsInMemory, TensorSource, copy
-from ...data.text.codec import Codec
 from ...data.text.collation import with_chosen
-from ...data.training_data import open_stream, prepare
+from ...data.training_data import Encoding, open_stream, prepare
 from ...errors import ModelError
 from ...model.weights import place
-from ...recipe.recipe import Recipe
-from ...recipe.recipe_data import encoding_of
-from ...use.evaluation import own_codec
+from ...run.parts import RunParts
 from ...use.model_loading import ModelFolders, codec_of
+from ...use.run_evaluation import parts_of_start
 from .layerwise import Call, LayerwiseModel, run_layer
 from .schemes import LinearLayers, QuantizedSource, WeightScheme
 
@@ -302,8 +300,9 @@ def calibration_rows(parts: ModelFolders, count: int) -> list[list[int]]:
             f"{parts.folder}: has no recipe, so no data to calibrate on; export the folder of a "
             "run, or use --algorithm rtn"
         )
-    codec, rows = own_codec(recipe, codec_of(parts)), []
-    for item in (_of_stream if recipe.data.streaming else _spaced)(recipe, codec, count):
+    run = parts_of_start(recipe) or RunParts.around(recipe, codec_of(parts), parts.model)
+    read, rows = _of_stream if run.data.streaming else _spaced, []
+    for item in read(run.encoding, count):
         chat = with_chosen(item)
         name = next(name for name in chat if name.endswith("input_ids"))
         rows.append([int(i) for i in chat[name][:LONGEST]])
@@ -315,16 +314,16 @@ def calibration_rows(parts: ModelFolders, count: int) -> list[list[int]]:
     return rows
 
 
-def _spaced(recipe: Recipe, codec: Codec, count: int) -> Iterator[Features]:
-    data = prepare(encoding_of(recipe, codec)).train
+def _spaced(encoding: Encoding, count: int) -> Iterator[Features]:
+    data = prepare(encoding).train
     # Files are often sorted by source or by length, so the first rows are like each other.
     chosen = np.linspace(0, len(data) - 1, min(count, len(data))).astype(int)
     yield from (data[int(index)] for index in np.unique(chosen))
 
 
-def _of_stream(recipe: Recipe, codec: Codec, count: int) -> Iterator[Features]:
+def _of_stream(encoding: Encoding, count: int) -> Iterator[Features]:
     """The first that are not held out; encoded as far as that takes."""
-    data = open_stream(encoding_of(recipe, codec))
+    data = open_stream(encoding)
     held_out = set(data.held.tolist())
     num_encoded = min(data.train.reach(count + len(held_out)), count + len(held_out))
     chosen = [item for item in range(num_encoded) if item not in held_out]

@@ -19,11 +19,10 @@ from ...data.example import BrokenRow, Encoded, Example, items_of, sources_of, u
 from ...data.rows.catalog import Catalog
 from ...data.rows.registry import DatasetEntry
 from ...data.rows.rows import read_examples
-from ...data.text.codec import Codec
 from ...data.text.preview import preview_example
 from ...data.training_data import DrawnRows, draw_rows
 from ...errors import DataError
-from ...recipe.recipe import Recipe
+from ...run.parts import RunParts
 from .duplicates import Overlap, ReadDataset, count_equal_rows, count_repeated, overlaps_of
 from .figures import CountedRows, DatasetFigures, num_limited
 from .findings import Finding, findings_of, oddities
@@ -60,11 +59,11 @@ class DataCheck:
 
 
 def check_data(
-    recipe: Recipe, codec: Codec, *, dataset: str | None = None, limit: int | None = None
+    parts: RunParts, *, dataset: str | None = None, limit: int | None = None
 ) -> DataCheck:
-    """Check the datasets of a recipe, or one ``dataset``, at most ``limit`` rows of each. Nothing
+    """Check the datasets of a run, or one ``dataset``, at most ``limit`` rows of each. Nothing
     is written to the cache. Raises ``DataError``: a dataset cannot be read at all."""
-    section, catalog = recipe.data, Catalog(recipe.data)
+    section, catalog = parts.data, Catalog(parts.data)
     configured = [str(name) for name in (*section.datasets, *section.eval_datasets)]
     names = dict.fromkeys([dataset] if dataset else configured)
     entries = [catalog.entry(name) for name in names]
@@ -72,8 +71,8 @@ def check_data(
     if not section.streaming:
         # Of all datasets, even to check one: a single generator draws for one after another.
         every_entry = [catalog.entry(name) for name in configured]
-        drawn = draw_rows(every_entry, max_samples=section.max_samples, seed=recipe.train.seed)
-    reader, datasets = _Reader(recipe, codec, compares=True), []
+        drawn = draw_rows(every_entry, max_samples=section.max_samples, seed=parts.train.seed)
+    reader, datasets = _Reader(parts, compares=True), []
     for entry in entries:
         chosen = drawn[entry.name].distinct if entry.name in drawn else None
         is_evaluation = entry.name not in section.datasets
@@ -83,23 +82,18 @@ def check_data(
         count_equal_rows(read)
         count_repeated(read)
         datasets.append(read)
-    overlaps, figures = overlaps_of(recipe, datasets), [dataset.figures for dataset in datasets]
+    overlaps, figures = overlaps_of(parts, datasets), [dataset.figures for dataset in datasets]
     findings = findings_of(section, figures, overlaps)
-    return DataCheck(codec.section.longest, figures, overlaps, findings)
+    return DataCheck(parts.codec.section.longest, figures, overlaps, findings)
 
 
 def preview_data(
-    recipe: Recipe,
-    codec: Codec,
-    *,
-    dataset: str | None = None,
-    count: int = 3,
-    limit: int | None = None,
+    parts: RunParts, *, dataset: str | None = None, count: int = 3, limit: int | None = None
 ) -> list[DatasetFigures]:
-    """The rows of each dataset of a recipe, or of one ``dataset``: the first ``limit``, and
+    """The rows of each dataset of a run, or of one ``dataset``: the first ``limit``, and
     ``count`` of them as examples. Nothing is written to the cache. Raises ``DataError``."""
-    catalog, reader = Catalog(recipe.data), _Reader(recipe, codec, num_shown=count)
-    configured = map(str, (*recipe.data.datasets, *recipe.data.eval_datasets))
+    section, catalog, reader = parts.data, Catalog(parts.data), _Reader(parts, num_shown=count)
+    configured = map(str, (*section.datasets, *section.eval_datasets))
     names = dict.fromkeys([dataset] if dataset else configured)
     return [reader.read(catalog.entry(name), limit=limit).figures for name in names]
 
@@ -108,13 +102,12 @@ class _Reader:
     """Reads datasets: their figures, and the first examples or, to compare them, the hashes of all
     rows."""
 
-    def __init__(
-        self, recipe: Recipe, codec: Codec, *, compares: bool = False, num_shown: int = 0
-    ) -> None:
-        self._recipe, self._codec, self._compares = recipe, codec, compares
+    def __init__(self, parts: RunParts, *, compares: bool = False, num_shown: int = 0) -> None:
+        codec = parts.codec
+        self._parts, self._codec, self._compares = parts, codec, compares
         self._num_shown = num_shown
         self._picture_digests: dict[str, str] = {}  # of those that can be decoded, by ``_key``
-        section = replace(recipe.data, cutoff_len=UNLIMITED, on_too_long="truncate")
+        section = replace(parts.data, cutoff_len=UNLIMITED, on_too_long="truncate")
         self._unlimited_codec = codec.with_section(section)
         # ChatML's marks for every model: text that some template has rendered is odd for all.
         special_tokens = (*codec.tokenizer.all_special_tokens, "<|im_start|>", "<|im_end|>")
@@ -131,7 +124,7 @@ class _Reader:
         """Read and encode the rows of a dataset, at most ``limit``, or the ``chosen`` ones."""
         dataset = ReadDataset(DatasetFigures(entry.name, is_evaluation))
         dataset.figures.remarks = list(entry.source.remarks)
-        max_samples = entry.limit(self._recipe.data.max_samples) if chosen is None else None
+        max_samples = entry.limit(self._parts.data.max_samples) if chosen is None else None
         rows = read_examples(
             entry, max_samples=max_samples, max_broken_rows=UNLIMITED, chosen=chosen
         )
@@ -158,7 +151,7 @@ class _Reader:
                 dataset.num_rows = max(dataset.num_rows, row.index + 1)
             elif not self._compares or self._decodes_pictures(figures, row):
                 examples.append(row)
-        untruncated = self._recipe.stage.encode(examples, self._unlimited_codec)
+        untruncated = self._parts.stage.encode(examples, self._unlimited_codec)
         outcomes = self._truncated(examples, untruncated)
         items = [item for encoded in untruncated for item in items_of(encoded)]
         figures.unread = list(dict.fromkeys((*figures.unread, *unread_in(examples, items))))
@@ -172,7 +165,7 @@ class _Reader:
         outcomes, limit = list(untruncated), self._codec.section.longest
         longest = [max(map(num_limited, items_of(encoded)), default=0) for encoded in untruncated]
         if too_long := [i for i, length in enumerate(longest) if length > limit]:
-            truncated = self._recipe.stage.encode([examples[i] for i in too_long], self._codec)
+            truncated = self._parts.stage.encode([examples[i] for i in too_long], self._codec)
             for i, outcome in zip(too_long, truncated, strict=True):
                 outcomes[i] = outcome
         return outcomes
@@ -185,7 +178,7 @@ class _Reader:
         figures.add(example, outcome, untruncated)
         if items_of(outcome):
             dataset.usable.append(row_number)
-        stage = self._recipe.stage
+        stage = self._parts.stage
         needs_response = stage.uses_template and not stage.max_new_tokens
         for oddity in oddities(example, self._special_tokens, needs_response=needs_response):
             figures.odd.setdefault(oddity, CountedRows()).add(example.origin)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ...data.data_order import hold_out
 from ...data.example import Example, Message
 from ...errors import DataError
-from ...recipe.recipe import Recipe
+from ...run.parts import RunParts
 from .figures import CountedRows, DatasetFigures, RepeatedResponse
 
 NUM_SNIPPETS, SNIPPET_LENGTH = 5000, 80  # beginnings of responses that are remembered, to be shown
@@ -129,11 +129,11 @@ class Overlap:
     prompt: CountedRows = field(default_factory=CountedRows)  # the prompt, with another response
 
 
-def overlaps_of(recipe: Recipe, datasets: Sequence[ReadDataset]) -> list[Overlap]:
+def overlaps_of(parts: RunParts, datasets: Sequence[ReadDataset]) -> list[Overlap]:
     """The rows of each evaluation set, and of the rows that ``val_size`` holds out, that occur in
     the training data."""
     training = [dataset for dataset in datasets if not dataset.figures.is_evaluation]
-    held_out = _held_out(recipe, training)
+    held_out = _held_out(parts, training)
     trained = [(dataset, ~mask) for dataset, mask in zip(training, held_out, strict=True)]
     none = np.empty(0, np.uint64)  # concatenate refuses a list without arrays
     trained_rows = np.concatenate([none, *(_as_numpy(d.row_hashes)[m] for d, m in trained)])
@@ -161,10 +161,10 @@ def overlaps_of(recipe: Recipe, datasets: Sequence[ReadDataset]) -> list[Overlap
     return overlaps
 
 
-def _held_out(recipe: Recipe, training: Sequence[ReadDataset]) -> list[Mask]:
+def _held_out(parts: RunParts, training: Sequence[ReadDataset]) -> list[Mask]:
     """Which rows of each training dataset ``val_size`` holds out, as training chooses them; none
     where that is not known: if only some rows or datasets were read."""
-    section = recipe.data
+    section = parts.data
     nothing = [np.zeros(len(dataset.row_numbers), np.bool_) for dataset in training]
     is_complete = all(dataset.figures.all_rows for dataset in training)
     is_complete = is_complete and len(training) == len(section.datasets)
@@ -176,7 +176,7 @@ def _held_out(recipe: Recipe, training: Sequence[ReadDataset]) -> list[Mask]:
     usable = np.concatenate([np.array(d.usable, np.int64) + start for d, start in shifted])
     try:
         is_held_out = hold_out(
-            usable, num_rows=starts[-1].item(), val_size=section.val_size, seed=recipe.train.seed
+            usable, num_rows=starts[-1].item(), val_size=section.val_size, seed=parts.train.seed
         )
     except DataError:  # it would leave nothing to train on, which training reports
         return nothing

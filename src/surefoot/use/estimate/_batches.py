@@ -1,4 +1,4 @@
-"""The examples of a recipe: all of them if the cache has them, otherwise a sample of rows."""
+"""The examples of a run: all of them if the cache has them, otherwise a sample of rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from ...batch import IGNORE_INDEX, Features
 from ...data.data_order import Index, mixed
-from ...data.example import BrokenRow, Example, items_of
+from ...data.example import Example, items_of
 from ...data.order.loader import Loader, Shuffle
 from ...data.order.micro_batches import Batching, balance_by_length, num_passes, positions, sums
 from ...data.rows.catalog import Catalog
@@ -19,12 +19,9 @@ from ...data.rows.registry import DatasetEntry
 from ...data.rows.rows import read_rows
 from ...data.store.cache import EncodedStore
 from ...data.store.dataset import EncodedDataset, in_memory, join
-from ...data.text.codec import Codec
 from ...data.training_data import find, mixing_of
 from ...errors import DataError, counted
-from ...recipe.recipe import Recipe
-from ...recipe.recipe_data import encoding_of
-from ...run.parts import collation_of
+from ...run.parts import RunParts, collation_of
 
 ROWS = 1000  # of each dataset, spread evenly over it
 
@@ -37,24 +34,25 @@ class ExampleLengths:
     rows_read: int | None = None  # how many rows were encoded to know; None: all, from the cache
 
 
-def examples_of(recipe: Recipe, codec: Codec) -> ExampleLengths:
-    """The training examples of ``recipe``; nothing is written to the cache. Raises ``DataError`` if
-    a dataset is missing or broken, or has no trained tokens."""
-    if not recipe.data.streaming:
-        cached = find(encoding_of(recipe, codec, replace(recipe.data, eval_datasets=())))
-        if cached is not None:
+def examples_of(parts: RunParts) -> ExampleLengths:
+    """The training examples of a run; nothing is written to the cache. Raises ``DataError`` if a
+    dataset is missing or broken, or has no trained tokens."""
+    section, encoding = parts.data, parts.encoding
+    if not section.streaming:
+        trained = replace(encoding.section, eval_datasets=())
+        if (cached := find(replace(encoding, section=trained))) is not None:
             return ExampleLengths(cached.train)
-    catalog = Catalog(recipe.data)
-    samples = [_sample(recipe, codec, catalog.entry(name)) for name in recipe.data.datasets]
+    catalog = Catalog(section)
+    samples = [_sample(parts, catalog.entry(name)) for name in section.datasets]
     stores = [in_memory(sample.items).stores[0] for sample in samples]
-    held_out = recipe.data.val_size  # a share, or a number of examples
+    held_out = section.val_size  # a share, or a number of examples
     num_rows = sum(sample.rows for sample in samples)
     share = max(0.0, 1 - (held_out if held_out < 1 else held_out / num_rows))
     counts = [
         max(1, round(len(store) * sample.rows / sample.read * share))
         for store, sample in zip(stores, samples, strict=True)
     ]
-    which, places = mixed(mixing_of(recipe.data, recipe.train.seed), counts)
+    which, places = mixed(mixing_of(section, parts.train.seed), counts)
     starts = np.cumsum([0, *map(len, stores)])
     index = starts[which] + places % np.diff(starts)[which]
     dataset = EncodedDataset(join(stores).stores, index)
@@ -68,25 +66,20 @@ class _Sample:
     rows: int  # that there are
 
 
-def _sample(recipe: Recipe, codec: Codec, entry: DatasetEntry) -> _Sample:
-    rows = sum(1 for _ in read_rows(entry, recipe.data))
-    chosen = list(islice(read_rows(entry, recipe.data), 0, None, -(-rows // ROWS)))
-    if entry.num_samples is not None and not recipe.data.streaming:
-        rows = min(entry.num_samples, recipe.data.max_samples or entry.num_samples)
-    items = _encoded(recipe, codec, chosen)
+def _sample(parts: RunParts, entry: DatasetEntry) -> _Sample:
+    section = parts.data
+    rows = sum(1 for _ in read_rows(entry, section))
+    chosen = list(islice(read_rows(entry, section), 0, None, -(-rows // ROWS)))
+    if entry.num_samples is not None and not section.streaming:
+        rows = min(entry.num_samples, section.max_samples or entry.num_samples)
+    outcomes = parts.stage.encode([e for e in chosen if isinstance(e, Example)], parts.codec)
+    items = [item for outcome in outcomes for item in items_of(outcome)]
     if not items:
         raise DataError(
             f"dataset {entry.name!r}: none of {counted(len(chosen), 'row')} has trained tokens; "
             "`surefoot preview` shows why"
         )
     return _Sample(items, len(chosen), rows)
-
-
-def _encoded(
-    recipe: Recipe, codec: Codec, rows: Sequence[Example | BrokenRow]
-) -> Sequence[Features]:
-    outcomes = recipe.stage.encode([row for row in rows if isinstance(row, Example)], codec)
-    return [item for outcome in outcomes for item in items_of(outcome)]
 
 
 _ITEMS = 100_000  # examples whose labels are looked at together
@@ -110,22 +103,22 @@ class RunLength:
         return self.steps / self.steps_per_epoch
 
 
-def loader_of(recipe: Recipe, dataset: EncodedDataset, num_processes: int) -> Loader:
+def loader_of(parts: RunParts, dataset: EncodedDataset, num_processes: int) -> Loader:
     """The data order of a run over ``dataset``. Raises ``DataError`` if batches do not divide."""
     return Loader(
-        Shuffle(dataset, recipe.train.seed, recipe.data.shuffle),
+        Shuffle(dataset, parts.train.seed, parts.data.shuffle),
         Batching(
-            collation_of(recipe.stage, packing=recipe.data.packing),
-            micro_batch_size=recipe.train.fixed_micro_batch_size,
+            collation_of(parts.stage, packing=parts.data.packing),
+            micro_batch_size=parts.train.fixed_micro_batch_size,
             world_size=num_processes,
         ),
-        global_batch_size=recipe.train.global_batch_size,
+        global_batch_size=parts.train.global_batch_size,
     )
 
 
-def course_of(recipe: Recipe, loader: Loader, lengths: Index, trained: Index) -> RunLength:
+def course_of(parts: RunParts, loader: Loader, lengths: Index, trained: Index) -> RunLength:
     """Steps and tokens of the whole run."""
-    section, stage, batching = recipe.train, recipe.stage, loader.batching
+    section, stage, batching = parts.train, parts.stage, loader.batching
     per_window = stage.passes * stage.mini_batches
     steps_per_epoch = -(-len(lengths) // loader.global_batch_size) * per_window
     steps = section.max_steps or math.ceil(section.num_epochs * steps_per_epoch)
@@ -202,14 +195,14 @@ def _windows(loader: Loader, items: Index) -> Iterator[Index]:
         yield items[None, full:]
 
 
-def shares_prompts(recipe: Recipe) -> bool:
+def shares_prompts(parts: RunParts) -> bool:
     """Whether a run computes the prompt of two responses once."""
-    return recipe.data.packing and recipe.model.attention != "flash_attention_2"
+    return parts.data.packing and parts.models.policy.section.attention != "flash_attention_2"
 
 
-def token_counts(recipe: Recipe, dataset: EncodedDataset) -> Index:
+def token_counts(parts: RunParts, dataset: EncodedDataset) -> Index:
     """[items] The tokens of each item, without padding; prompts twice, unless they are shared."""
-    if shares_prompts(recipe):
+    if shares_prompts(parts):
         return dataset.lengths
     again: Index = np.concatenate([_prompts(store) for store in dataset.stores])[dataset.index]
     return dataset.lengths + again

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ...batch import Batch, with_router_loss
@@ -39,8 +38,8 @@ from ...optim.state import shapes_of_state
 from ...parallel.sharded_model import layers
 from ...parallel.tensor_parallel import widened
 from ...parallel.world import ALONE
-from ...recipe.recipe import Recipe
-from ...run.models import RunModels, separate_roles, with_auxiliary
+from ...run.models import separate_roles, with_auxiliary
+from ...run.parts import RunParts
 from ...training.stage import POLICY
 from ._fake_tensors import FakeTensors, HoldingOptions
 from ._memory_model import Pass, Snapshot, Weight
@@ -57,11 +56,11 @@ class NotRehearsedError(ModelError):
 
 @dataclass(frozen=True)
 class DryRunModel:
-    """The model of a recipe on fake tensors, ready to be trained, as one rank has it."""
+    """The model of a run on fake tensors, ready to be trained, as one rank has it."""
 
     network: Network
     tensors: FakeTensors
-    recipe: Recipe
+    parts: RunParts
     steps: int = LONG  # of the run, if they are known
     others: Sequence[Network] = ()  # that stay beside it, on weights of their own
     keeps_first: bool = False  # a copy of the first values of what is trained, in main memory
@@ -130,40 +129,34 @@ class DryRunModel:
         return describe(self)
 
 
-def build(
-    recipe: Recipe,
-    base: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    setting: HoldingOptions,
-    steps: int = LONG,
-) -> DryRunModel:
-    """The model in ``base`` as a run of ``steps`` has it, from its ``config.json`` alone. Raises
+def build(parts: RunParts, setting: HoldingOptions, steps: int = LONG) -> DryRunModel:
+    """The model of ``parts`` as a run of ``steps`` has it, from its ``config.json`` alone. Raises
     ``ModelError`` if that is none of a causal language model, ``RecipeError`` if the method or the
     mesh does not fit."""
-    tensors = FakeTensors(setting)
-    section = replace(recipe.model, gradient_checkpointing=setting.recomputes)
-    models = RunModels.of(recipe, base)
-    options = replace(models.policy.options, precision=setting.precision)
-    network = open_network(base, section, tokenizer, ALONE, options, tensors)
-    check_optimizer_shards(network, recipe.optim, recipe.parallel)
+    tensors, models, tokenizer = FakeTensors(setting), parts.models, parts.codec.tokenizer
+    policy = models.policy
+    section = replace(policy.section, gradient_checkpointing=setting.recomputes)
+    options = replace(policy.options, precision=setting.precision)
+    network = open_network(policy.folder, section, tokenizer, ALONE, options, tensors)
+    check_optimizer_shards(network, parts.optim, options.parallel)
     network.module.train()
 
     separate: dict[str, Network] = {}
     for role in separate_roles(models, network):
-        parts = models.auxiliary(role)
-        frozen = replace(parts.options, precision=setting.precision)
+        other = models.auxiliary(role)
+        frozen = replace(other.options, precision=setting.precision)
         fake = FakeTensors(setting, tensors.mode)
-        separate[role] = open_network(parts.folder, parts.section, tokenizer, ALONE, frozen, fake)
+        separate[role] = open_network(other.folder, other.section, tokenizer, ALONE, frozen, fake)
     networks = with_auxiliary(models, network, separate)
     others = [other for other in networks.values() if other.module is not network.module]
     keeps_first = any(other.around is not network.around for other in networks.values())
-    return DryRunModel(networks[POLICY], tensors, recipe, steps, others, keeps_first)
+    return DryRunModel(networks[POLICY], tensors, parts, steps, others, keeps_first)
 
 
 def optimizer_state(dry_run: DryRunModel) -> dict[str, dict[str, torch.Tensor]]:
-    """The state of the recipe's optimizer after a step, by parameter, when it is largest, as the
+    """The state of the run's optimizer after a step, by parameter, when it is largest, as the
     optimizer declares it; fake tensors."""
-    optim, layouts, state = dry_run.recipe.optim, dry_run.network.layouts, {}
+    optim, layouts, state = dry_run.parts.optim, dry_run.network.layouts, {}
     turn = dry_run.largest_turn
     for name, parameter in dry_run.network.named.items():
         if name not in turn:
@@ -248,7 +241,7 @@ def dry_run_batch(dry_run: DryRunModel, batch: Batch, *, has_pictures: bool = Fa
 def _measure_pass(dry_run: DryRunModel, batch: Batch, *, has_pictures: bool) -> Pass:
     """Run ``batch`` forward and backward on fake tensors, and count the bytes that are alive: those
     saved between the two, and the most at any moment."""
-    stage, network = dry_run.recipe.stage, dry_run.network
+    stage, network = dry_run.parts.stage, dry_run.network
     inner, mode = network.inner, dry_run.tensors.mode
     batch = widened(batch, dry_run.setting.tp if dry_run.setting.sequence_parallel else 1)
     fake_batch = batch.located().mapped(mode.from_tensor)

@@ -34,7 +34,7 @@ from ...parallel.vocab_parallel import VocabParallelLogits
 
 @dataclass(frozen=True)
 class HoldingOptions:
-    """Options that determine the form of a model in memory, beside the recipe."""
+    """Options that determine the form of a model in memory, beside its settings."""
 
     precision: PrecisionName
     dtype: torch.dtype | None  # weights before a method picks those that learn; None: as stored

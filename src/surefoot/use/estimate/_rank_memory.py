@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 
 import torch
 
@@ -14,17 +13,14 @@ from ...batch import Batch
 from ...data.data_order import Index
 from ...data.media.files import Seen, seen_in
 from ...data.store.dataset import EncodedDataset
-from ...data.text.codec import Codec
 from ...errors import RecipeError
 from ...model.isolation import PromptSharing
 from ...model.numerics import PrecisionName
 from ...model.section import Recomputation
 from ...optim.bf16_weights import offloaded_size, update_size
 from ...parallel.launcher import num_processes
-from ...recipe.recipe import Recipe
-from ...recipe.recipe_data import find_base
-from ...run.code_files import check_functions
-from ...run.parts import build_codec, collation_of
+from ...parallel.section import ParallelSection
+from ...run.parts import RunParts, collation_of
 from ...training.context import blank_examples
 from ._batches import (
     ExampleLengths,
@@ -57,9 +53,9 @@ class Machine:
 class PlanBase:
     """What is the same whatever the size of a micro-batch and the policy of recomputation."""
 
-    base: Path
-    codec: Codec
+    parts: RunParts
     machine: Machine
+    mesh: MeshShape
     examples: ExampleLengths
     lengths: Index  # with the responses that the stage adds; in a run they may be shorter
     trained: Index
@@ -70,41 +66,66 @@ class PlanBase:
         """The training examples."""
         return self.examples.dataset
 
+    @property
+    def precision(self) -> PrecisionName:
+        """What the machine computes in."""
+        chosen = self.parts.train.precision
+        if chosen == "auto":
+            return "bf16" if self.machine.on_gpu else "fp32"
+        return "fp32" if chosen == "fp16" and not self.machine.on_gpu else chosen
 
-def plan_base(recipe: Recipe, machine: Machine) -> PlanBase:
+    @property
+    def gathers_bf16(self) -> bool:
+        """Whether ranks gather weights in bfloat16."""
+        return self.machine.num_processes > 1 and self.precision == "bf16"
+
+    @property
+    def setting(self) -> HoldingOptions:
+        """The form of the weights on the first rank."""
+        policy, on_gpu = self.parts.models.policy, self.machine.on_gpu
+        section, parallel = policy.section, policy.options.parallel
+        return HoldingOptions(
+            self.precision,
+            held_dtype(section.dtype, on_gpu=on_gpu),
+            recomputes=recomputes_on(self.machine, section.gradient_checkpointing),
+            tp=parallel.tp,
+            sequence_parallel=parallel.sequence_parallel,
+            num_stages=parallel.pp * parallel.num_parts if parallel.pp > 1 else 1,
+            quantized=torch.bfloat16 if on_gpu else torch.float32,
+            emulates_float8=not on_gpu,
+        )
+
+    def with_size(self, size: int) -> PlanBase:
+        """The same with micro-batches of ``size``."""
+        train = replace(self.parts.train, micro_batch_size=size)
+        return replace(self, parts=replace(self.parts, train=train))
+
+    def build(self, setting: HoldingOptions) -> DryRunModel:
+        """The model as ``setting`` says. Raises ``RecipeError`` if it cannot be sharded."""
+        stage = self.parts.stage
+        return build(self.parts, setting, self.course.windows * stage.passes * stage.mini_batches)
+
+
+def plan_base(parts: RunParts, machine: Machine) -> PlanBase:
     """The data and the length of a run. Raises as ``plan.make_plan``."""
-    check_functions(recipe)  # a function that is missing is an error here, not when the run begins
-    base = find_base(recipe, weights=False)
-    codec = build_codec(recipe, base)
-    examples = examples_of(recipe, codec)
-    added = recipe.stage.max_new_tokens
-    lengths = token_counts(recipe, examples.dataset) + added
+    mesh = mesh_of(parts.models.policy.options.parallel, machine)
+    examples, added = examples_of(parts), parts.stage.max_new_tokens
+    lengths = token_counts(parts, examples.dataset) + added
     trained = trained_counts(examples.dataset) + added
-    loader = loader_of(recipe, examples.dataset, mesh_of(recipe, machine).num_data_ranks)
-    course = course_of(recipe, loader, lengths, trained)
-    return PlanBase(base, codec, machine, examples, lengths, trained, course)
+    loader = loader_of(parts, examples.dataset, mesh.num_data_ranks)
+    course = course_of(parts, loader, lengths, trained)
+    return PlanBase(parts, machine, mesh, examples, lengths, trained, course)
 
 
-def first_rank(recipe: Recipe, ground: PlanBase) -> DryRunModel:
-    """The model of the first rank. Raises ``RecipeError`` if it cannot be sharded."""
-    return _build(recipe, ground, setting_of(recipe, ground.machine))
-
-
-def _build(recipe: Recipe, ground: PlanBase, setting: HoldingOptions) -> DryRunModel:
-    steps = ground.course.windows * recipe.stage.passes * recipe.stage.mini_batches
-    return build(recipe, ground.base, ground.codec.tokenizer, setting, steps)
-
-
-def whole(recipe: Recipe, ground: PlanBase) -> DryRunModel:
+def whole(ground: PlanBase) -> DryRunModel:
     """The model as a single rank would have it."""
-    setting = setting_of(recipe, ground.machine)
-    return _build(recipe, ground, replace(setting, tp=1, sequence_parallel=False, num_stages=1))
+    return ground.build(replace(ground.setting, tp=1, sequence_parallel=False, num_stages=1))
 
 
-def mesh_of(recipe: Recipe, machine: Machine) -> MeshShape:
-    """The mesh of the recipe; a ``RecipeError`` if the ranks do not form it."""
+def mesh_of(section: ParallelSection, machine: Machine) -> MeshShape:
+    """The mesh of a run; a ``RecipeError`` if the ranks do not form it."""
     try:
-        axes = recipe.parallel.axes(machine.num_processes)
+        axes = section.axes(machine.num_processes)
     except ValueError as error:
         raise RecipeError(
             f"parallel: {error}; change them, or plan for that number with --num-processes"
@@ -116,39 +137,12 @@ def mesh_of(recipe: Recipe, machine: Machine) -> MeshShape:
             "at 1 to estimate, or measure a run with `surefoot bench`"
         )
     sizes = {axis: size for axis, size in axes.items() if axis in known}
-    return MeshShape(**sizes, reshard_after_forward=recipe.parallel.reshard_after_forward)
-
-
-def precision_of(recipe: Recipe, machine: Machine) -> PrecisionName:
-    """What that machine computes in."""
-    chosen = recipe.train.precision
-    if chosen == "auto":
-        return "bf16" if machine.on_gpu else "fp32"
-    return "fp32" if chosen == "fp16" and not machine.on_gpu else chosen
-
-
-def setting_of(recipe: Recipe, machine: Machine) -> HoldingOptions:
-    """The form of the weights on the first rank."""
-    section = recipe.parallel
-    return HoldingOptions(
-        precision_of(recipe, machine),
-        held_dtype(recipe.model.dtype, on_gpu=machine.on_gpu),
-        recomputes=recomputes_on(machine, recipe.model.gradient_checkpointing),
-        tp=section.tp,
-        sequence_parallel=section.sequence_parallel,
-        num_stages=section.pp * section.num_parts if section.pp > 1 else 1,
-        quantized=torch.bfloat16 if machine.on_gpu else torch.float32,
-        emulates_float8=not machine.on_gpu,
-    )
+    return MeshShape(**sizes, reshard_after_forward=section.reshard_after_forward)
 
 
 def recomputes_on(machine: Machine, policy: Recomputation) -> Recomputation:
     """What ``policy`` is there: main memory is no other memory for a CPU."""
     return "full" if policy == "offload" and not machine.on_gpu else policy
-
-
-def _gathers_bf16(recipe: Recipe, machine: Machine) -> bool:
-    return machine.num_processes > 1 and precision_of(recipe, machine) == "bf16"
 
 
 @dataclass(frozen=True)
@@ -177,12 +171,12 @@ class Rehearsed:
         return at_peak.logits / max(1, self.batch.num_trained) / by_token
 
 
-def rehearsed(recipe: Recipe, ground: PlanBase, rank_model: DryRunModel) -> Rehearsed:
+def rehearsed(ground: PlanBase, rank_model: DryRunModel) -> Rehearsed:
     """The memory of the peak micro-batch on a rank with ``rank_model``, or why it is not known.
     Which micro-batch that is depends on the cost of a trained position relative to a token; the one
     with the most tokens is used to find it."""
-    batch, seen = _batch(recipe, ground, 0.0)
-    if recipe.parallel.pp > 1:
+    batch, seen = _batch(ground, 0.0)
+    if ground.mesh.pp > 1:
         return Rehearsed(
             batch,
             NOTHING,
@@ -190,11 +184,10 @@ def rehearsed(recipe: Recipe, ground: PlanBase, rank_model: DryRunModel) -> Rehe
             "gradients and optimizer are those of all layers",
         )
     try:
-        if _gathers_bf16(recipe, ground.machine):
-            gathered = replace(setting_of(recipe, ground.machine), gathered=torch.bfloat16)
-            rank_model = _build(recipe, ground, gathered)
+        if ground.gathers_bf16:
+            rank_model = ground.build(replace(ground.setting, gathered=torch.bfloat16))
         rehearsal = _rehearsed_batch(ground, rank_model, batch, seen)
-        other, seen = _batch(recipe, ground, rehearsal.logit_weight)
+        other, seen = _batch(ground, rehearsal.logit_weight)
         if not torch.equal(other.input_ids, batch.input_ids):
             both = (rehearsal, _rehearsed_batch(ground, rank_model, other, seen))
             rehearsal = max(both, key=lambda candidate: candidate.memory.at_peak.total)
@@ -207,7 +200,7 @@ def _rehearsed_batch(
     ground: PlanBase, rank_model: DryRunModel, batch: Batch, seen: Sequence[Seen]
 ) -> Rehearsed:
     """Its memory. The text of pictures is in the batch, the layers for them run beside it."""
-    media = ground.codec.media
+    media = ground.parts.codec.media
     of_text = dry_run_batch(rank_model, batch, has_pictures=bool(media and seen))
     if media is None or not seen:
         return Rehearsed(batch, of_text)
@@ -217,11 +210,11 @@ def _rehearsed_batch(
     return Rehearsed(batch, of_text.with_kept(kept), pictures=pictures)
 
 
-def _batch(recipe: Recipe, ground: PlanBase, logit_weight: float) -> tuple[Batch, list[Seen]]:
+def _batch(ground: PlanBase, logit_weight: float) -> tuple[Batch, list[Seen]]:
     """The peak micro-batch as text, and its pictures."""
-    loader = loader_of(recipe, ground.dataset, mesh_of(recipe, ground.machine).num_data_ranks)
-    stage = recipe.stage
-    collation = collation_of(stage, packing=recipe.data.packing)
+    parts, stage = ground.parts, ground.parts.stage
+    loader = loader_of(parts, ground.dataset, ground.mesh.num_data_ranks)
+    collation = collation_of(stage, packing=parts.data.packing)
     items = heaviest(
         loader,
         ground.course.windows,
@@ -232,53 +225,53 @@ def _batch(recipe: Recipe, ground: PlanBase, logit_weight: float) -> tuple[Batch
         added=stage.max_new_tokens,
     )
     features = [ground.dataset[int(item)] for item in items]
-    examples = blank_examples(stage, ground.codec, features, collation)
+    examples = blank_examples(stage, parts.codec, features, collation)
     one_of_each = examples[:: stage.group_size][: len(features)]
-    batch = collation.for_model(PromptSharing(shares_prompts(recipe))).batch(one_of_each)
+    batch = collation.for_model(PromptSharing(shares_prompts(parts))).batch(one_of_each)
     copies = 1 if batch.branches is not None else 2  # of the pictures of a pair
     counts = [copies if "lengths" in item else 1 for item in features]
     pairs = zip(features, counts, strict=True)
     return batch, [seen for item, count in pairs for seen in seen_in(item) * count]
 
 
-def memory_of(recipe: Recipe, machine: Machine, rank_model: DryRunModel, peak_pass: Pass) -> Memory:
+def memory_of(ground: PlanBase, rank_model: DryRunModel, peak_pass: Pass) -> Memory:
     """The memory of a rank with ``rank_model``, when it runs ``peak_pass``."""
-    mesh = mesh_of(recipe, machine)
-    per_pass = recipe.train.fixed_micro_batch_size * mesh.num_data_ranks
-    offloads = machine.on_gpu and recipe.optim.offload_state
+    parts, mesh, on_gpu = ground.parts, ground.mesh, ground.machine.on_gpu
+    per_pass = parts.train.fixed_micro_batch_size * mesh.num_data_ranks
+    offloads = on_gpu and parts.optim.offload_state
     estimate = memory(
         [replace(each, state=0) for each in rank_model.weights] if offloads else rank_model.weights,
         peak_pass,
         mesh,
-        compute_size=2 if _gathers_bf16(recipe, machine) else 0,
-        accumulates=recipe.train.global_batch_size > per_pass,
-        update=_update_size(recipe, rank_model, mesh, offloads=offloads),
+        compute_size=2 if ground.gathers_bf16 else 0,
+        accumulates=parts.train.global_batch_size > per_pass,
+        update=_update_size(rank_model, mesh, offloads=offloads),
     )
     count = 1 if mesh.num_processes == 1 else mesh.dp_shard
-    more = 0 if machine.on_gpu else initial_values_size(rank_model, count)
+    more = 0 if on_gpu else initial_values_size(rank_model, count)
     return replace(estimate, weights=estimate.weights + more, peak=estimate.peak + more)
 
 
-def _update_size(recipe: Recipe, dry_run: DryRunModel, mesh: MeshShape, *, offloads: bool) -> int:
+def _update_size(dry_run: DryRunModel, mesh: MeshShape, *, offloads: bool) -> int:
     """Bytes that an update takes for a moment: bfloat16 weights in float32, and a state that rests
     in main memory."""
     trained = [weight for weight in dry_run.weights if weight.is_trained]
     gradients_of_bf16 = [
         weight.gradient(mesh.dp_shard) // 2 for weight in trained if weight.item_size == 2
     ]
-    size = update_size(gradients_of_bf16, recipe.optim.bf16_weights)
+    size = update_size(gradients_of_bf16, dry_run.parts.optim.bf16_weights)
     if offloads:
         size += offloaded_size([(weight.size, weight.state) for weight in trained])
     return size
 
 
-def machine_for(recipe: Recipe, device: str | None) -> Machine:
+def machine_for(section: ParallelSection, device: str | None) -> Machine:
     """The ranks that would be started on this machine, and the memory of each."""
     import psutil
 
     has_gpu = torch.cuda.is_available()
     on_gpu = has_gpu if device is None else device == "gpu"
-    count = recipe.parallel.num_processes or num_processes(recipe.parallel)
+    count = section.num_processes or num_processes(section)
     if on_gpu:
         capacity = torch.cuda.get_device_properties(0).total_memory if has_gpu else None
         return Machine(count, True, capacity)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +12,7 @@ from ...checkpoint.disk.retention import RetentionPolicy, decide
 from ...checkpoint.saving.preparation import prepare
 from ...checkpoint.state.roles import FileRole
 from ...checkpoint.state.states import RandomState
-from ...data.text.codec import Codec
 from ...run.assembly import build_saver
-from ...run.parts import RunParts
 from ...training.callback import TrainerState
 from ._dry_run import DryRunModel, optimizer_state
 
@@ -46,15 +43,12 @@ def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 _OF_TENSOR, _OF_FILE, _OF_RECORD = 180, 200, 450
 
 
-def size_of_checkpoint(
-    dry_run: DryRunModel, codec: Codec, base: Path, *, num_logs: int
-) -> CheckpointSize:
+def size_of_checkpoint(dry_run: DryRunModel, *, num_logs: int) -> CheckpointSize:
     """The size of a checkpoint of the run, at its end, with ``num_logs`` records in it."""
-    recipe, state = dry_run.recipe, optimizer_state(dry_run)
-    parts = RunParts.around(recipe, codec, base)
+    parts, state = dry_run.parts, optimizer_state(dry_run)
     saver = build_saver(parts, dry_run.network)
     job, live = prepare(
-        recipe.train.folder,
+        parts.train.folder,
         0,
         {
             "model": _Held(_plain(dry_run.network.weights.state_dict())),
@@ -64,7 +58,7 @@ def size_of_checkpoint(
         },
         kind=dry_run.network.weights.kind,
         companions=saver.companions,
-        max_shard_size=recipe.checkpoint.max_shard_size,
+        max_shard_size=parts.saves.max_shard_size,
         writers=saver.writers,
     )
     never_updated = live.groups["model"].keys() - frozenset[str]().union(*dry_run.turns)
@@ -80,7 +74,7 @@ def size_of_checkpoint(
         if role.is_weights and shard.plan.header.entries.keys() <= never_updated:
             unchanging += num_bytes
     return CheckpointSize(
-        weights, optimizer, rest, unchanging if recipe.checkpoint.share_unchanged else 0
+        weights, optimizer, rest, unchanging if parts.saves.share_unchanged else 0
     )
 
 

@@ -26,6 +26,8 @@ from ...model.section import Recomputation
 from ...parallel.world import World, gpu_of
 from ...recipe.recipe import Recipe
 from ...recipe.recipe_data import with_batch_sizes
+from ...run.code_files import check_functions
+from ...run.parts import RunParts
 from ...storage.memory import free_memory
 from ...terminal_text import in_bytes
 from ...training.callbacks.metric_files import METRICS
@@ -36,12 +38,10 @@ from ._rank_memory import (
     Machine,
     PeakPictures,
     PlanBase,
-    first_rank,
     machine_for,
     memory_of,
     mesh_of,
     plan_base,
-    precision_of,
     recomputes_on,
     rehearsed,
     whole,
@@ -125,21 +125,21 @@ def make_plan(recipe: Recipe, machine: Machine, tokens_per_second: float | None 
     # Measured first: what the dry run itself imports and allocates is no part of training.
     imports = 0 if machine.on_gpu else imported()
     check_alone(recipe.model, machine.num_processes)
-    mesh = mesh_of(recipe, machine)
-    recipe, note = with_batch_sizes(recipe, mesh.num_data_ranks)
+    num_ranks = mesh_of(recipe.parallel, machine).num_data_ranks
+    recipe, note = with_batch_sizes(recipe, num_ranks)
     if note is not None:
         logger.info("%s", note)
-    ground = plan_base(recipe, machine)
+    ground = _planned(recipe, machine)
     examples, course = ground.examples, ground.course
-    rank_model = first_rank(recipe, ground)
-    alone = whole(recipe, ground) if mesh.tp > 1 else rank_model
-    rehearsal = rehearsed(recipe, ground, rank_model)
+    rank_model = ground.build(ground.setting)
+    alone = whole(ground) if ground.mesh.tp > 1 else rank_model
+    rehearsal = rehearsed(ground, rank_model)
     batch = rehearsal.batch
     num_rows = len(batch.input_ids) if batch.cu_seqlens is None else len(batch.cu_seqlens) - 1
     return Plan(
         machine=machine,
-        mesh=mesh,
-        precision=precision_of(recipe, machine),
+        mesh=ground.mesh,
+        precision=ground.precision,
         parameters=alone.network.num_parameters,
         trained_parameters=alone.network.num_trainable,
         trained_at_once=alone.num_at_once,
@@ -147,13 +147,18 @@ def make_plan(recipe: Recipe, machine: Machine, tokens_per_second: float | None 
         rows_read=examples.rows_read,
         course=course,
         heaviest=Heaviest(num_rows, batch.input_ids.numel(), batch.num_trained),
-        memory=memory_of(recipe, machine, rank_model, rehearsal.memory),
+        memory=memory_of(ground, rank_model, rehearsal.memory),
         not_known=rehearsal.not_known,
         saving=saving_of(alone, ground),
         tokens_per_second=tokens_per_second or measured_speed(recipe.train.folder),
         pictures=rehearsal.pictures,
         imports=imports,
     )
+
+
+def _planned(recipe: Recipe, machine: Machine) -> PlanBase:
+    check_functions(recipe)  # a function that is missing is an error here, not when the run begins
+    return plan_base(RunParts.unopened(recipe), machine)
 
 
 def imported() -> int:
@@ -166,10 +171,10 @@ def imported() -> int:
 
 def saving_of(dry_run: DryRunModel, ground: PlanBase) -> Saving:
     """What the checkpoints of a run take."""
-    course = ground.course
-    section, train = dry_run.recipe.checkpoint, dry_run.recipe.train
+    course, parts = ground.course, ground.parts
+    section, train = parts.saves, parts.train
     num_logs = course.steps // train.log_steps if train.log_steps else 0
-    size = size_of_checkpoint(dry_run, ground.codec, ground.base, num_logs=num_logs)
+    size = size_of_checkpoint(dry_run, num_logs=num_logs)
     saves = saved_steps(
         steps=course.steps,
         steps_per_epoch=course.steps_per_epoch,
@@ -178,8 +183,8 @@ def saving_of(dry_run: DryRunModel, ground: PlanBase) -> Saving:
     )
     evaluates = train.eval_steps or train.eval_minutes or train.eval_epoch
     at_once = most_at_once(saves, section.rule(), (section.keep_best or 1) if evaluates else 0)
-    is_adapter = not dry_run.recipe.method.saves_base_model
-    copy = snapshot_size(size, ground.machine.num_processes, is_adapter=is_adapter)
+    count, is_adapter = ground.machine.num_processes, not parts.saves_base
+    copy = snapshot_size(size, count, is_adapter=is_adapter)
     return Saving(
         size=size,
         saves=len(saves),
@@ -282,7 +287,7 @@ def fitted(
 ) -> tuple[Recipe, Machine, dict[str, object]]:
     """The recipe with settings that fit in ``memory``, the machine with that much, and what was
     set. Without ``memory``, only a micro-batch size of auto is chosen."""
-    machine = machine_for(recipe, device)
+    machine = machine_for(recipe.parallel, device)
     taken = 0 if machine.on_gpu else imported()
     if memory is None and recipe.train.micro_batch_size != "auto":
         return recipe, machine, {}
@@ -311,7 +316,7 @@ def choose_micro_batch_size(recipe: Recipe, world: World) -> int:
     """The number that ``train.micro_batch_size: auto`` is for the ranks of ``world``, with the
     memory that is free now on this machine. Raises ``RecipeError`` if not even one example fits, or
     nobody can tell."""
-    machine = replace(machine_for(recipe, None), num_processes=world.size)
+    machine = replace(machine_for(recipe.parallel, None), num_processes=world.size)
     free = available(world.num_local_ranks)
     if free is None:
         raise RecipeError(
@@ -369,9 +374,9 @@ def _limit(machine: Machine, memory: int, taken: int) -> int:
 
 @dataclass(frozen=True)
 class _Trial:
-    """Dry runs of a recipe under one policy, with micro-batches of any size."""
+    """Dry runs of a run under one policy, with micro-batches of any size."""
 
-    recipe: Recipe
+    policy: Recomputation
     sizes: Sequence[int]  # that divide the examples of a rank, ascending
     ground: PlanBase
     rank_model: DryRunModel
@@ -381,17 +386,17 @@ class _Trial:
     @classmethod
     def of(cls, recipe: Recipe, machine: Machine, policy: Recomputation) -> _Trial:
         """The trial of ``policy``. Raises as ``make_plan``."""
-        ranks = mesh_of(recipe, machine).num_data_ranks
+        ranks = mesh_of(recipe.parallel, machine).num_data_ranks
         recipe = changed(with_batch_sizes(recipe, ranks)[0], {SIZE: 1, RECOMPUTE: policy})
         per_rank = max(1, recipe.train.global_batch_size // ranks)
         sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
-        ground = plan_base(recipe, machine)
-        rank_model = first_rank(recipe, ground)
+        ground = _planned(recipe, machine)
+        rank_model = ground.build(ground.setting)
         snapshot = 0
         if not machine.on_gpu:
-            alone = whole(recipe, ground) if recipe.parallel.tp > 1 else rank_model
+            alone = whole(ground) if ground.mesh.tp > 1 else rank_model
             snapshot = saving_of(alone, ground).shared_memory
-        return cls(recipe, sizes, ground, rank_model, snapshot)
+        return cls(policy, sizes, ground, rank_model, snapshot)
 
     def peak(self, size: int) -> int:
         """The bytes of a rank with micro-batches of ``size``."""
@@ -407,18 +412,17 @@ class _Trial:
         if not num_fitting:
             return None
         best = self.sizes[num_fitting - 1]
-        policy = self.recipe.model.gradient_checkpointing
-        return Fit(policy, best, self.peak(best) + taken, self.sizes)
+        return Fit(self.policy, best, self.peak(best) + taken, self.sizes)
 
     def _peak(self, size: int) -> int:
-        recipe, machine = changed(self.recipe, {SIZE: size}), self.ground.machine
-        rehearsal = rehearsed(recipe, self.ground, self.rank_model)
+        ground = self.ground.with_size(size)
+        rehearsal = rehearsed(ground, self.rank_model)
         if rehearsal.not_known is not None:
             raise RecipeError(
                 f"train.micro_batch_size: what fits is not known, because {rehearsal.not_known}; "
                 "set a number, 1 to begin with"
             )
-        return memory_of(recipe, machine, self.rank_model, rehearsal.memory).peak + self.snapshot
+        return memory_of(ground, self.rank_model, rehearsal.memory).peak + self.snapshot
 
 
 def available(num_local_ranks: int = 1) -> int | None:

@@ -30,8 +30,7 @@ def head_of(parts: ModelFolders, kind: RewardHead) -> TensorSource | None:
     the values of ``stage: ppo``, only as ``v_head``. None if there is none, or, with a warning, if
     it is omitted."""
     head = open_role(parts.folder, _FILE)
-    is_reward = parts.recipe is not None and parts.recipe.stage.spec.is_reward
-    if head is None or is_reward or kind == "v_head":
+    if head is None or parts.is_reward_run or kind == "v_head":
         return head
     logger.warning(
         "%s: its %s is not exported: the files of a language model have none; --reward-head v_head "

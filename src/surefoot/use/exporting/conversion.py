@@ -129,8 +129,7 @@ class FolderToConvert:
                 artefact = artefact_of(parts, weights, small, dtype, reward_head)
                 write_receipt(folder, parts, artefact)
 
-        batch = None if parts.recipe is None else parts.recipe.train.global_batch_size
-        return WholeModel(weights, small, parts.model, batch, sign)
+        return WholeModel(weights, small, parts.model, parts.global_batch_size, sign)
 
 
 def model_folders(origin: Origin) -> ModelFolders:
