@@ -23,6 +23,7 @@ from ..data.text.codec import Codec
 from ..data.text.templates import section_template
 from ..data.training_data import open_stream, prepare
 from ..errors import DataError, ModelError, RecipeError
+from ..log import fell_back
 from ..model.isolation import PromptSharing, packed_meanwhile
 from ..model.loading import resolve
 from ..model.numerics import autocast, choose
@@ -267,7 +268,9 @@ def own_codec(recipe: Recipe, fallback: Codec) -> Codec:
     """The recipe's own encoding: another model must not change what is held out."""
     try:
         folder = resolve(recipe.model)
-    except ModelError:
+    except ModelError as error:
+        what = "the rows to evaluate on are those with trained tokens in this model's own words"
+        fell_back(what, str(error), "may leave out others than in training")
         return fallback
     codec = open_codec(recipe, folder)
     if recipe.stage.uses_template:
