@@ -92,7 +92,7 @@ def main(recipe: Path) -> int:
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICE)
     try:
-        loaded = load(recipe)
+        loaded = load(recipe, is_saved=True)
         encode_datasets(loaded, open_codec(loaded, resolve(loaded.model, weights=False)))
     except SurefootError as error:
         recipe.with_name(ERROR).write_text(str(error), encoding="utf-8")

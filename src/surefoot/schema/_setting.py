@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import math
 import textwrap
 import types
 import typing
@@ -72,6 +73,39 @@ OF_EVALUATIONS = MayChange(is_evaluation=True)
 
 
 @dataclass(frozen=True)
+class Needs:
+    """Marks a setting that does nothing unless another one has one of ``values``, or, without any,
+    is on. ``name`` is a setting of the same section, or a path from the root; of several names, one
+    is enough. A type among ``values`` is any value of it."""
+
+    name: str | tuple[str, ...]
+    values: tuple[object, ...] = ()
+    above: float = -math.inf  # of a number, or the length of a list, what is on
+
+    def paths(self, section: Keys) -> list[Keys]:
+        """Where the other settings are, for a setting in ``section``."""
+        names = (self.name,) if isinstance(self.name, str) else self.name
+        return [tuple(name.split(".")) if "." in name else (*section, name) for name in names]
+
+    def is_met(self, value: object) -> bool:
+        """Whether ``value`` lets the setting do something."""
+        if self.values:
+            kinds = tuple(each for each in self.values if isinstance(each, type))
+            return value in self.values or isinstance(value, kinds)
+        size = len(value) if isinstance(value, tuple) else value
+        return bool(size) and not (isinstance(size, int | float) and size <= self.above)
+
+    def __str__(self) -> str:
+        """What the other one must be, in words."""
+        words = {None: "unset", True: "true", False: "false"}
+        kinds = [WORDS[each][0] for each in self.values if isinstance(each, type)]
+        others = [words.get(v, str(v)) for v in self.values if not isinstance(v, type)]  # type: ignore[call-overload]
+        if self.values:
+            return f"is {' or '.join(kinds + others)}"
+        return "is set" if self.above < 0 else f"is more than {self.above:g}"
+
+
+@dataclass(frozen=True)
 class Setting:
     """One field of a section, for readers, writers and the reference pages."""
 
@@ -83,6 +117,7 @@ class Setting:
     each: Variants | None = None  # set if it holds a list of variants
     section: type | None = None  # set if it holds a section
     may_change: MayChange | None = None  # set if it may differ when a run is resumed
+    needs: Needs | None = None  # set if it does nothing without another one
 
     @property
     def doc(self) -> str:
@@ -146,7 +181,7 @@ def _setting(field: dataclasses.Field[Any], hint: object, owner: type) -> Settin
     default = field.default
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
-    free = _mark(hint, MayChange)
+    free, needs = _mark(hint, MayChange), _mark(hint, Needs)
     if (variants := _mark(hint, Variants)) is not None:
         choices = variants.choices
         return Setting(field.name, hint, default, owner, choices=choices, may_change=free)
@@ -155,7 +190,7 @@ def _setting(field: dataclasses.Field[Any], hint: object, owner: type) -> Settin
     if typing.get_origin(hint) is Annotated:
         hint = typing.get_args(hint)[0]
     section = hint if isinstance(hint, type) and dataclasses.is_dataclass(hint) else None
-    return Setting(field.name, hint, default, owner, section=section, may_change=free)
+    return Setting(field.name, hint, default, owner, None, None, section, free, needs)
 
 
 def _mark(hint: object, kind: type[T]) -> T | None:

@@ -168,7 +168,7 @@ def _with_recipe(folder: Path) -> ModelLocation:
     if not path.is_file():
         return ModelLocation(folder, is_adapter)
     try:
-        recipe = load(path)
+        recipe = load(path, is_saved=True)
         if recipe.model.reading:  # of the base of an adapter
             state_options((recipe.model.path,), recipe.model.reading)
         return ModelLocation(folder, is_adapter, recipe)
