@@ -121,8 +121,12 @@ class Setting:
 
     @property
     def doc(self) -> str:
-        """The string below it in the source, as one line of Markdown."""
-        return documentation(self.owner).get(self.name, "")
+        """The string below it in the source, as one line of Markdown, and what it needs."""
+        text = documentation(self.owner).get(self.name, "")
+        if self.needs is None:
+            return text
+        names = [self.needs.name] if isinstance(self.needs.name, str) else self.needs.name
+        return f"{text} Only where {' or '.join(f'`{name}`' for name in names)} {self.needs}."
 
     @property
     def is_required(self) -> bool:
