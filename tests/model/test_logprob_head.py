@@ -121,7 +121,7 @@ def test_why_a_head_computes_full_logits_is_said_at_every_opening(caplog):
     assert why in str(outputs.no_distribution(model))
 
 
-def test_code_that_fails_without_values_is_named_as_such():
+def test_code_that_fails_on_the_meta_device_is_named_as_such():
     class Reading(type(tiny.model())):
         def forward(self, *args, **kwargs):
             raise RuntimeError("unsupported scalarType")
@@ -130,7 +130,7 @@ def test_code_that_fails_without_values_is_named_as_such():
     model.__class__ = Reading
     why = outputs.why_full_logits(model)
     assert why.startswith("whether the model changes logits after its output head is not known")
-    assert why.endswith("its code fails without values (RuntimeError: unsupported scalarType)")
+    assert why.endswith("its code fails on the meta device (RuntimeError: unsupported scalarType)")
 
 
 def test_a_model_without_memory_can_be_asked_too():

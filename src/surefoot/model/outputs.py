@@ -272,7 +272,7 @@ def _returns_mark(model: PreTrainedModel, head: LogprobHead) -> str | None:
             arguments = {"input_ids": ids, "attention_mask": None, "use_cache": False}
             logits = model(**{**arguments, **one_document(model, 2)}).logits
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, ModelError) as error:
-        why = f"its code fails without values ({type(error).__name__}: {first_line(error)})"
+        why = f"its code fails on the meta device ({type(error).__name__}: {first_line(error)})"
         return f"whether the model changes logits after its output head is not known: {why}"
     return None if logits is mark else "the model changes the logits after its output head"
 

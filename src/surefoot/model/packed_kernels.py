@@ -166,7 +166,7 @@ def use(model: PreTrainedModel, name: str) -> str:
     kernel = candidates(model.device).get(name)
     if kernel is None:
         why = f"{name}, used by the checkpoint, is not available on {model.device.type}"
-        cost = "may be slower, and rounds otherwise than before"
+        cost = "may be slower, and rounds differently"
         fell_back(f"attention kernel: {BY_DOCUMENT}, one call per document", why, cost)
         return BY_DOCUMENT
     register(name, kernel)

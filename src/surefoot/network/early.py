@@ -69,7 +69,7 @@ def refuse_early(
     except NOT_ON_META as error:  # an architecture that needs values when it is made
         what = f"{section.path}: checked when its weights are loaded"
         cost = "finds a mistake in the method or the mesh only after the data is encoded"
-        fell_back(what, f"it cannot be made without values ({first_line(error)})", cost)
+        fell_back(what, f"it cannot be built on the meta device ({first_line(error)})", cost)
         return
     refuse_divided(network.module, tp=parallel.tp, pp=parallel.pp)
     if parallel.tp > 1:

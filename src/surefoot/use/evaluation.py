@@ -270,7 +270,7 @@ def own_codec(recipe: Recipe, fallback: Codec) -> Codec:
         folder = resolve(recipe.model)
     except ModelError as error:
         what = "the rows to evaluate on are those with trained tokens in this model's own words"
-        fell_back(what, str(error), "may leave out others than in training")
+        fell_back(what, str(error), "may drop others than in training")
         return fallback
     codec = open_codec(recipe, folder)
     if recipe.stage.uses_template:

@@ -43,7 +43,7 @@ class TrackerProcess:
             self.child = Child(command, talks=True, environment=self.environment, patience=0)
         except OSError as error:
             why = f"its process cannot be started: {error}"
-            fell_back(f"{self.name} is left out", why, "leaves metrics.jsonl alone")
+            fell_back(f"{self.name} is dropped", why, "leaves metrics.jsonl alone")
         self.tell(tracker=self.name, finish=FINISH, patience=PATIENCE, **self.order)
 
     def tell(self, **event: object) -> None:
