@@ -59,7 +59,7 @@ def open_data(parts: RunParts, world: World) -> tuple[AnyData, AbstractContextMa
     total = num_steps(train, per_epoch)
     of_settings = remarks(train, parts.optim, len(data.train), total)
     if parts.data.media != MediaSection() and not data.has_pictures:
-        logger.warning("data.media: has no effect, as no row has a picture")
+        logger.warning("data.media: no row has a picture, so it changes nothing")
     for remark in (*parts.stage.remarks(data.train), *of_settings):
         logger.warning("%s", remark)
     return data, nullcontext()
