@@ -17,6 +17,7 @@ from typing import TextIO
 
 from .terminal_text import visible
 
+logger = logging.getLogger(__name__)
 SPEAKS_AFTER = 5.0  # seconds of waiting
 QUIET = ("transformers", "huggingface_hub", "datasets", "peft", "matplotlib", "filelock")
 
@@ -45,14 +46,21 @@ class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
 def announced(what: str, *arguments: object) -> Iterator[None]:
     """A block that may wait for others: after some seconds it says for what, until when, and what
     to do if that never comes."""
-    warn = logging.getLogger(__name__).warning
-    timer = threading.Timer(SPEAKS_AFTER, warn, (f"waiting for {what}", *arguments))
+    timer = threading.Timer(SPEAKS_AFTER, logger.warning, (f"waiting for {what}", *arguments))
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
+
+
+def fell_back(what: str, reason: str, cost: str, level: int = logging.WARNING) -> None:
+    """Say that a slower, larger or weaker way is taken than the usual one: ``what`` is done
+    instead, the ``reason`` why the usual way is closed, and what that costs. The only way to take
+    one: a test walks everything that catches an error or logs such a line
+    (docs/decisions/0100)."""
+    logger.log(level, "%s, which %s: %s", what, cost, reason)
 
 
 @contextmanager
@@ -83,3 +91,5 @@ def configure(handler: logging.Handler | None = None, *, verbose: bool = False) 
         logging.getLogger(name).setLevel(logging.ERROR)
     if not verbose:
         warnings.filterwarnings("ignore")
+        # a resume is then not exact: train.deterministic could not be kept
+        warnings.filterwarnings("once", ".* does not have a deterministic implementation")

@@ -10,7 +10,7 @@ from surefoot.data.example import Dropped, Example, Message, Truncated
 from surefoot.data.section import DataSection
 from surefoot.data.text.codec import Codec
 from surefoot.data.text.collation import split
-from surefoot.data.text.ranking import RANKED, SAME, UNRANKED, encode_pairs
+from surefoot.data.text.ranking import EQUAL, RANKED, UNRANKED, encode_pairs
 from surefoot.data.text.templates import load_template
 from surefoot.stages import SFT
 
@@ -55,7 +55,7 @@ def test_nothing_before_the_answers_is_learnt_whatever_it_says():
 def test_a_row_without_two_answers_is_left_out_for_a_reason():
     same = replace(PAIR, rejected=GOOD)
     found = encode_pairs([PLAIN, PAIR, same, Example(text="Once.")], codec())
-    assert [found[0], found[2], found[3]] == [UNRANKED, SAME, UNRANKED]
+    assert [found[0], found[2], found[3]] == [UNRANKED, EQUAL, UNRANKED]
     assert '"ranking": true in dataset_info.json' in UNRANKED.reason
 
 

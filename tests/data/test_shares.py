@@ -128,7 +128,7 @@ def test_what_a_lost_process_leaves_is_encoded_here(
     prepare(made("one"))
     shared("several", change=change, fingerprint=fingerprint)
     assert content(tmp_path / "several") == content(tmp_path / "one")
-    assert f"another process {why}; this one encodes the rest" in caplog.text
+    assert f"encodes the rest, which takes longer: another one {why}" in caplog.text
 
 
 def test_the_error_of_a_row_is_that_of_one_process_and_leaves_no_cache(opened, tmp_path):

@@ -17,6 +17,7 @@ from surefoot.parallel.world import World
 from surefoot.recipe.recipe import load
 from surefoot.run.assembly import build
 from surefoot.use import export
+from surefoot.use.model_loading import ModelFolders, with_valid
 
 needs_bitsandbytes = pytest.mark.skipif(
     find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
@@ -55,6 +56,17 @@ def test_it_learns_goes_on_to_the_bit_and_merges_into_the_whole_base(bits, tmp_p
     merged = AutoModelForCausalLM.from_pretrained(out).state_dict()
     for name, tensor in merged.items():
         torch.testing.assert_close(tensor, expected[name])
+
+
+def test_whoever_opens_it_says_that_only_training_has_quantized_its_base(tmp_path, caplog):
+    recipe = load(project(tmp_path, 4).recipe)
+    folders = ModelFolders(tmp_path / "model", tmp_path / "run", tmp_path / "run", recipe)
+    caplog.set_level("INFO")
+    for _ in range(2):  # an export, and its verification
+        assert with_valid(lambda _: folders, lambda parts: parts) == folders
+    (line,) = caplog.messages
+    assert "its base is used as it is stored, which gives other losses than training" in line
+    assert "only training quantizes it (model.quantization_bit: 4)" in line
 
 
 @pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")

@@ -3,14 +3,19 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import ParamWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
 from test_outputs import LABELS, ROWS, flat, padded
 from torch import nn
 
+import mixtures
 import tiny
 from surefoot.batch import OutputSpec
+from surefoot.methods import METHODS
 from surefoot.model import outputs
 from surefoot.model.isolation import use_packed
 from surefoot.model.outputs import logprob_head_of
+from zoo import architectures
 
 KINDS = [*tiny.KINDS, *tiny.MORE]
 
@@ -90,6 +95,42 @@ def test_a_head_under_an_adapter_keeps_its_logits():
     model = tiny.model()
     get_peft_model(model, LoraConfig(target_modules=["lm_head"], task_type="CAUSAL_LM"))
     assert logprob_head_of(model) is None
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_an_adapter_of_fused_experts_leaves_the_head_that_computes_in_chunks(kind):
+    model = mixtures.model(kind, vocab_size=71)
+    adapted = METHODS["lora"](rank=2).apply(model)
+    layers = [each for each in adapted.modules() if isinstance(each, BaseTunerLayer)]
+    assert any(isinstance(layer, ParamWrapper) for layer in layers)
+    head = logprob_head_of(adapted.get_base_model())
+    assert head is not None
+    assert not any(layer.disable_adapters for layer in layers)
+    spec, batch = OutputSpec(("logps",)), padded(ROWS, LABELS)
+    ours, theirs = (outputs.compute(adapted, batch, spec, head=each) for each in (head, None))
+    torch.testing.assert_close(ours.logps, theirs.logps)
+
+
+def test_why_a_head_computes_full_logits_is_said_at_every_opening(caplog):
+    model = architectures.build("granite")
+    for _ in range(2):
+        assert logprob_head_of(model) is None
+    why = "the model changes the logits after its output head"
+    line = "GraniteForCausalLM: the output head computes full logits, which takes more time and "
+    assert caplog.messages == [f"{line}memory: {why}"] * 2
+    assert why in str(outputs.no_distribution(model))
+
+
+def test_code_that_fails_on_the_meta_device_is_named_as_such():
+    class Reading(type(tiny.model())):
+        def forward(self, *args, **kwargs):
+            raise RuntimeError("unsupported scalarType")
+
+    model = tiny.model()
+    model.__class__ = Reading
+    why = outputs.why_full_logits(model)
+    assert why.startswith("whether the model changes logits after its output head is not known")
+    assert why.endswith("its code fails on the meta device (RuntimeError: unsupported scalarType)")
 
 
 def test_a_model_without_memory_can_be_asked_too():

@@ -22,7 +22,8 @@ def test_a_file_says_the_same_and_its_paths_are_beside_it(tmp_path):
     (tmp_path / "qwen").mkdir()
     (tmp_path / "ranks").mkdir()
     text = "model: {path: qwen, weights: ranks, dtype: bfloat16}\ngenerate: {top_k: 3}\n"
-    found = load(write(tmp_path / "answers.yaml", text), ["generate.top_k=4"])
+    changes = ["generate.top_k=4", "generate.do_sample=true"]
+    found = load(write(tmp_path / "answers.yaml", text), changes)
     assert found.model.path == str(tmp_path / "qwen")
     assert found.model.weights == str(tmp_path / "ranks")
     assert (found.model.dtype, found.generate.top_k) == ("bfloat16", 4)

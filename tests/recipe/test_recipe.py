@@ -288,7 +288,10 @@ def test_another_variant_is_one_change():
 NO_DATA = "nothing to evaluate on; set data.val_size or data.eval_datasets"
 NO_EVALUATIONS = "needs evaluations; set train.eval_steps, eval_minutes or eval_epoch"
 NO_TURNS = "has no effect with stage pt, which trains on whole texts"
-NOT_ROUNDED = "optim.adamw.bf16_weights: has no effect unless model.dtype is bfloat16"
+NOT_ROUNDED = (
+    "optim.adamw.bf16_weights: has no effect unless model.dtype is bfloat16; set that, or leave it "
+    "out"
+)
 HELD_OUT = {"data.val_size": 0.1}
 MASTER = {"optim.adamw.bf16_weights": "master"}
 BROKEN = {  # settings, the problems that they have, and settings without which they have them
@@ -413,6 +416,14 @@ DATASETS = WORDS.filter(lambda word: not set(",/.~") & set(word))
 FOLDERS = st.from_regex(r"/[a-z0-9_][a-z0-9_. -]{0,8}(/[a-z0-9 ]{1,5})?", fullmatch=True).map(Path)
 COUNTS = st.integers(1, 10**6)
 SHARES = st.floats(0, 1)
+TRAIN = {
+    "output_dir": FOLDERS,
+    "global_batch_size": st.sampled_from([8, 16]),
+    "seed": st.integers(0, 2**63),
+    "precision": st.sampled_from(["auto", "fp32", "bf16", "fp16"]),
+    "log_minutes": st.none() | st.floats(1e-9, 1e9),
+    "report_to": st.sampled_from([(), ("tensorboard",)]),
+}
 RECIPES = st.builds(
     Recipe,
     model=st.builds(
@@ -447,17 +458,8 @@ RECIPES = st.builds(
         ),
     ),
     stage=st.just(SFT()),
-    train=st.builds(
-        TrainSection,
-        output_dir=FOLDERS,
-        num_epochs=st.floats(1e-9, 1e9),
-        max_steps=st.none() | COUNTS,
-        global_batch_size=st.sampled_from([8, 16]),
-        seed=st.integers(0, 2**63),
-        precision=st.sampled_from(["auto", "fp32", "bf16", "fp16"]),
-        log_minutes=st.none() | st.floats(1e-9, 1e9),
-        report_to=st.sampled_from([(), ("tensorboard",)]),
-    ),
+    train=st.builds(TrainSection, num_epochs=st.floats(1e-9, 1e9), **TRAIN)
+    | st.builds(TrainSection, max_steps=COUNTS, **TRAIN),
     optim=st.builds(
         AdamW,
         learning_rate=st.floats(1e-300, 1e3),
@@ -466,7 +468,9 @@ RECIPES = st.builds(
         weight_decay=SHARES,
     ),
     checkpoint=st.builds(CheckpointSection, keep=st.none() | COUNTS, resume=WORDS),
-    generate=st.builds(GenerateSection, temperature=st.floats(1e-5, 1e6), top_k=COUNTS),
+    generate=st.builds(
+        GenerateSection, do_sample=st.just(True), temperature=st.floats(1e-5, 1e6), top_k=COUNTS
+    ),
 )
 
 

@@ -212,7 +212,7 @@ def test_a_mount_that_cannot_take_a_run_is_named_before_anything_with_its_cure(
 def test_a_cache_on_such_a_mount_is_named_as_that(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "os", MOUNTS["streamed"])
     with pytest.raises(RunError, match=r"without a cache; set train\.cache_dir to a folder on a"):
-        run_folder._must_take_writes(tmp_path, is_cache=True)
+        run_folder._must_take_writes(tmp_path, is_cache=True, shares=True)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES])

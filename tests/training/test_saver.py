@@ -239,9 +239,10 @@ def test_a_snapshot_that_will_not_fit_is_said_before_the_first_save(tmp_path, ca
     monkeypatch.setattr(free, lambda: size + (96 << 20) - 1000)
     made.fit()
     first, second = [r.message for r in caplog.records if r.levelname == "WARNING"]
-    assert first.startswith("a snapshot of the state will not fit in main memory (")
+    assert first.startswith("a snapshot of the state will not fit in main memory, which ")
     assert "set checkpoint.async_save: false" in first
-    assert second.startswith("asynchronous saves are off (no room for a snapshot of the state (")
+    assert second.startswith("asynchronous saves are off, which makes training wait for every")
+    assert "no room for a snapshot of the state (" in second
     assert verify(tmp_path / "checkpoint-2", full=True).ok
 
 

@@ -28,8 +28,12 @@ Each row is a tiny random model of the architecture, on one CPU, in float32, mad
 | tp | two ranks that share every matrix (`parallel.tp: 2`) have the losses of one |
 | resume | a stopped and resumed run ends in the same bits, full and LoRA |
 | export | a LoRA run exports to a model with the logits that PEFT computes |
+| head | log-probabilities are computed in chunks, full and LoRA |
+| kept tensors | a full run exports every tensor of the base's files |
 
-*refused* is an error that says what to do instead; *fails* is not right yet. The suffixes
+*refused* is an error that says what to do instead; *fails* is not right yet. *Full logits* take
+more time and memory than chunks, and the log of a run says why. *No* tensors are kept that the code
+of the architecture does not use (heads that predict several tokens). The suffixes
 `:window`, `:alibi`, `:bias` and `:tied` are variants of an architecture.
 Doge: transformers computes rows longer than its `keep_window_size` otherwise with padding than
 alone, so `data.cutoff_len` may not be more.

@@ -1,30 +1,32 @@
 """What each architecture can do, found by doing it: one row of the table in docs/architectures.md.
 
 The references are independent: a plain torch loop, the padded run, transformers' and PEFT's own
-loading. Every cell is ``yes``, ``refused`` (by an error that says what to do, before training) or
-``fails``.
+loading. Every cell is ``yes``, ``refused`` (by an error that says what to do, before training),
+``fails``, or what is done instead.
 """
 
 import json
+import re
 import shutil
 import warnings
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import project
 import ranks
 import surefoot
 from surefoot.batch import IGNORE_INDEX
 from surefoot.errors import SurefootError
+from surefoot.model.outputs import why_full_logits
 from surefoot.recipe.recipe import read
 from surefoot.run.assembly import build
 from surefoot.use import export
 from zoo import architectures
 
-COLUMNS = ["full", "packed", "lora", "tp", "resume", "export"]
+COLUMNS = ["full", "packed", "lora", "tp", "resume", "export", "head", "kept tensors"]
 RATE = 1e-3
 LORA = {"method": {"lora": {"rank": 4}}}
 ROWS = [
@@ -39,12 +41,24 @@ def prepare(name, folder):
     known = {"vocab_size": len(tokens), "vocab_size_per_layer_input": len(tokens)}
     model = architectures.build(name, **known, eos_token_id=0, bos_token_id=0)
     model.save_pretrained(folder / "model")
+    if names := passengers(type(model)):
+        path = folder / "model" / "model.safetensors"
+        extra = {name: torch.full((3,), 0.5) for name in names}
+        save_file({**load_file(path), **extra}, path, {"format": "pt"})
     tokens.save_pretrained(folder / "model")
     # For some types transformers takes a class of their own, whatever the files say (qwen2).
     AutoTokenizer.from_pretrained(folder / "model").save_pretrained(folder / "model")
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)) + "\n")
     (folder / "dataset_info.json").write_text(json.dumps({"rows": {"file_name": "rows.jsonl"}}))
     return recipe_of(folder, datasets=["rows"], cutoff_len=128)
+
+
+def passengers(kind):
+    """Names of weights that files of this class have, and its code does not: heads that predict
+    several tokens."""
+    patterns = getattr(kind, "_keys_to_ignore_on_load_unexpected", None) or ()
+    stems = (re.sub(r"[\\^$*]|\.\*", "", p).strip(".") for p in sorted(patterns))
+    return [f"{stem}.norm.weight" for stem in stems if re.search(r"mtp|layers\.\d\d", stem)]
 
 
 def recipe_of(folder, **data):
@@ -193,7 +207,34 @@ def exported(recipe, folder):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-CHECKS = dict(zip(COLUMNS, (full, packed, lora, tp, resume, exported), strict=True))
+def head(recipe, folder):
+    """Log-probabilities are computed in chunks of tokens, also with LoRA of the default targets."""
+    for changes in ({}, LORA):
+        trainer = build(read(recipe | changes, {"train.output_dir": str(folder / "head")}))
+        if trainer.policy.network.engine.runner.head is None:
+            raise OtherError("full logits", why_full_logits(trainer.policy.network.inner))
+
+
+def kept(recipe, folder):
+    """A full export has every tensor of the base's files."""
+    kind = AutoModelForCausalLM._model_mapping[
+        type(AutoConfig.from_pretrained(recipe["model"]["path"]))
+    ]
+    if not (names := passengers(kind)):
+        return
+    trained(recipe, folder / "full")
+    export(folder / "full", folder / "exported")
+    files = (folder / "exported").glob("*.safetensors")
+    there = {name for path in files for name in load_file(path)}
+    if lost := sorted(set(names) - there):
+        raise OtherError("no", f"{lost[0]} of the base is not in the export")
+
+
+class OtherError(Exception):
+    """What is done in place of ``yes``, and why."""
+
+
+CHECKS = dict(zip(COLUMNS, (full, packed, lora, tp, resume, exported, head, kept), strict=True))
 
 
 def outcome(check, recipe, folder):
@@ -202,6 +243,8 @@ def outcome(check, recipe, folder):
         with warnings.catch_warnings():  # of other packages, as a user's run would show them
             warnings.simplefilter("ignore")
             check(recipe, folder)
+    except OtherError as error:
+        return error.args
     except SurefootError as error:
         return "refused", str(error)
     except Exception as error:

@@ -11,6 +11,7 @@ SAMPLE = {  # what broke once, in a few seconds
     "llama4_text": ["packed"],
     "gemma3n_text": ["full"],
     "gptj": ["packed"],
+    "mixtral": ["head"],
 }
 PICTURES = {  # what was wrong without a word, or a traceback
     "video_llama_3": "full",

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+from ..schema import Needs
 from ..storage.remote import Address
 from .disk.manifest import Layout
 from .disk.retention import RetentionPolicy
+
+EVALUATES = Needs(("train.eval_steps", "train.eval_minutes", "train.eval_epoch"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +26,11 @@ class CheckpointSection:
     """Save at the end of every epoch."""
     keep: int | None = 3
     """How many of the latest checkpoints to keep, in addition to the best one; unset, all."""
-    keep_every: int | None = None
+    keep_every: Annotated[int | None, Needs("keep")] = None
     """Also keep checkpoints whose step is a multiple of this, permanently."""
-    keep_best: int | None = None
+    keep_best: Annotated[int | None, EVALUATES] = None
     """How many of the best checkpoints by ``train.metric_for_best_model`` to keep; unset, one."""
-    keep_hours: float | None = None
+    keep_hours: Annotated[float | None, Needs("keep")] = None
     """Also keep checkpoints saved within this many hours before the latest."""
     resume: str = "auto"
     """``auto``: the latest valid checkpoint (an error if there are some and none is valid);
@@ -47,7 +50,7 @@ class CheckpointSection:
     checkpoint has bytes; if there is too little, or on a system other than Linux, training
     waits.
     """
-    on_save_busy: Literal["wait", "skip"] = "wait"
+    on_save_busy: Annotated[Literal["wait", "skip"], Needs("async_save", (True,))] = "wait"
     """If the last save is still being written: wait for it, or skip this one. The last step is
     never skipped.
     """
@@ -57,7 +60,7 @@ class CheckpointSection:
     are written again, so that damage to one file is not damage to all kept checkpoints: with
     ``keep: 3`` every second time, with ``keep: 2`` every time.
     """
-    remote_timeout_minutes: float = 10.0
+    remote_timeout_minutes: Annotated[float, Needs("train.output_dir", (Address,))] = 10.0
     """If ``train.output_dir`` is a URL: how long a transfer is retried while the network or the
     store fails.
     """

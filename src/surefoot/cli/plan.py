@@ -101,7 +101,8 @@ def plan(
         loaded, machine, fitted_settings = fitted(loaded, device, memory)
         run_plan = make_plan(loaded, machine, tokens_per_second)
     if as_json:
-        print_json(as_data(run_plan) | ({"fitted": fitted_settings} if fitted_settings else {}))
+        more = {"fitted": fitted_settings} if fitted_settings else {}
+        print_json(as_data(run_plan) | more | {"remarks": _remarks(loaded, run_plan)})
         return
     if fitted_settings:
         words = " ".join(f"{name}={_value(value)}" for name, value in fitted_settings.items())
@@ -117,10 +118,16 @@ def show(recipe: Recipe, run_plan: Plan, *, is_given: bool) -> None:
     screen = console()
     screen.print(frame(recipe.model.path, _lines(recipe, run_plan, is_given=is_given)))
     screen.print(_memory_table(run_plan))
-    for line in _verdict(run_plan):
+    for line in (*_verdict(run_plan), *_remarks(recipe, run_plan)):
         screen.print(line, soft_wrap=True)
     screen.print()
     screen.print(_saving_table(recipe, run_plan))
+
+
+def _remarks(recipe: Recipe, run_plan: Plan) -> list[str]:
+    from ..training.windows import remarks
+
+    return [*remarks(recipe.train, recipe.optim, run_plan.examples, run_plan.course.steps)]
 
 
 def _lines(recipe: Recipe, run_plan: Plan, *, is_given: bool) -> Iterator[tuple[str, str]]:

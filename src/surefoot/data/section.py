@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from ..schema import FREE, SameRows, must
+from ..schema import FREE, Needs, SameRows, must
 from ..schema.locations import DatasetReference
 
 DEFAULT_CUTOFF = 2048  # tokens
@@ -69,7 +69,9 @@ class DataSection:
     val_size: float = 0.0
     """Training rows held out for evaluation: a share below 1, or a number of rows."""
     mix_strategy: Annotated[
-        Literal["concat", "interleave_under", "interleave_over", "interleave_once"], IF_HELD_OUT
+        Literal["concat", "interleave_under", "interleave_over", "interleave_once"],
+        IF_HELD_OUT,
+        Needs("datasets", above=1),
     ] = "concat"
     """How several datasets are mixed. ``concat``: all rows of each. The others take rows in turn,
     or by ``interleave_probs``: ``interleave_under`` until the first dataset is used up,
@@ -119,7 +121,7 @@ class DataSection:
     streaming: bool = False
     """Train while the datasets are still being encoded, for large datasets. Needs
     ``train.max_steps``, unless all of it is in the cache (``surefoot encode``)."""
-    buffer_size: int = 16384
+    buffer_size: Annotated[int, Needs("streaming", (True,))] = 16384
     """With ``streaming``: shuffle within blocks of this many examples. Training starts when the
     first block is encoded."""
     media: MediaSection = field(default_factory=MediaSection)

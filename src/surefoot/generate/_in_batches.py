@@ -25,6 +25,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from ..log import fell_back
 from ._slots import inner_model
 from .responses import Finished, OnToken, OpenResponse, Request, TokenChooser, agree
 
@@ -159,10 +160,10 @@ def _may_share(model: nn.Module, requests: Sequence[Request]) -> bool:
         )
         attributes[tried] = all(agree(b[:1], a) for a, b in zip(alone, beside, strict=True))
         if not attributes[tried]:
-            logger.warning(
-                "%s: rows of a batch change each other, so prompts are answered one by one "
-                "(generate.batch_size has no effect)",
-                type(inner).__name__,
+            fell_back(
+                f"{type(inner).__name__}: prompts are answered one by one",
+                "rows of a batch change each other",
+                "is slower, and generate.batch_size has no effect",
             )
     return bool(attributes[tried])
 

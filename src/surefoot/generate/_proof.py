@@ -7,7 +7,6 @@ longer than every window that the requests exceed.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,6 +15,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from ..errors import first_line
+from ..log import fell_back
 from ._slots import (
     Driver,
     Masks,
@@ -28,7 +28,6 @@ from ._slots import (
 from .responses import agree
 from .section import Ids
 
-logger = logging.getLogger(__name__)
 _TRIED = "drivers_over_slots"  # an attribute of models that have been tried
 _TOLD = "is_known_to_scale_by_length"  # likewise
 _FIRST = "original_max_position_embeddings"
@@ -43,11 +42,11 @@ def must_be_alone(model: nn.Module, longest: int) -> bool:
     is_alone = _scales_by_length(inner.config.get_text_config(), longest)
     if is_alone and not vars(inner).get(_TOLD):
         vars(inner)[_TOLD] = True
-        logger.warning(
-            "%s: the positions of a batch change with its longest row, so prompts are answered one "
-            "by one (generate.batch_size has no effect); a smaller generate.max_new_tokens may "
-            "keep all rows below that length",
-            type(inner).__name__,
+        fell_back(
+            f"{type(inner).__name__}: prompts are answered one by one",
+            "the positions of a batch change with its longest row; a smaller "
+            "generate.max_new_tokens may keep all rows below that length",
+            "is slower, and generate.batch_size has no effect",
         )
     return is_alone
 
@@ -73,11 +72,10 @@ def driver_of(model: nn.Module, longest: int) -> Driver | None:
         with masked_attention(inner):
             trials[kernel, limit], why = _proven(model, limit)
         if trials[kernel, limit] is None:
-            logger.warning(
-                "%s: its keys and values cannot be kept in slots, so responses are generated more "
-                "slowly, in batches by transformers, each as long as its longest response: %s",
-                type(inner).__name__,
-                why,
+            fell_back(
+                f"{type(inner).__name__}: responses are generated in batches by transformers",
+                f"its keys and values cannot be kept in slots: {why}",
+                "is slower, as each batch is as long as its longest response",
             )
     masks = trials[kernel, limit]
     return None if masks is None else Driver(model, inner, masks)
@@ -107,7 +105,7 @@ def _proven(model: nn.Module, limit: int) -> tuple[Masks | None, str]:
         except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:  # any model's code: what is wrong in it will show in generate
-            why = first_line(error)
+            why = f"its code fails ({first_line(error)})"
             continue
         if all(agree(*each) for each in zip(over_slots, expected * 2, strict=True)):
             return masks, ""

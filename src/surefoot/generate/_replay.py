@@ -22,6 +22,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..errors import first_line
+from ..log import fell_back
+
 logger = logging.getLogger(__name__)
 Replay = Callable[..., torch.Tensor]  # of the length and the inputs
 # Functions of a tensor that say nothing of its values; a property's is ``__get__``.
@@ -118,7 +121,9 @@ class RecordedSteps:
         try:
             yield
         except Exception as error:  # of any operation: the model computes the step itself
-            logger.info("steps of %s are not replayed: %s", type(self._model).__name__, error)
+            what = f"{type(self._model).__name__}: each step of a response runs all of its Python"
+            why = f"its operations cannot be replayed: {first_line(error)}"
+            fell_back(what, why, "takes longer for a small model", logging.INFO)
             self._steps[key] = _Step(is_refused=True)
 
 

@@ -12,7 +12,6 @@ Shapes: B rows, K columns whose logits are computed, N tokens of continuations, 
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -23,12 +22,12 @@ from torch import nn
 from transformers import DynamicCache
 
 from ..errors import first_line
+from ..log import fell_back
 from ..parallel.progress import wait_for_ranks
 from ._proof import must_be_alone
 from ._slots import Prefix, cache_argument, inner_model, longest_limit, masked_attention
 from .section import Ids
 
-logger = logging.getLogger(__name__)
 _TRIED = "shares_stems_of_prompts"  # an attribute of models that have been tried
 # Questions of a benchmark begin with the same examples: computed once for all, not once for every
 # choice of every question, as lm-eval's own backend does (decisions/0061).
@@ -249,12 +248,8 @@ def _shares_stems(model: nn.Module, longest: int) -> bool:
         why = _why_not(model, config.vocab_size, limit + 4)
         trials[kernel, limit] = why is None
         if why is not None:
-            logger.warning(
-                "%s: what prompts share cannot be computed once, so each continuation is computed "
-                "with its prompt, which takes longer: %s",
-                type(inner).__name__,
-                why,
-            )
+            what = f"{type(inner).__name__}: each continuation is computed with its prompt"
+            fell_back(what, f"what prompts share cannot be computed once: {why}", "takes longer")
     return trials[kernel, limit]
 
 
@@ -269,7 +264,7 @@ def _why_not(model: nn.Module, vocabulary: int, length: int) -> str | None:
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # any model's code: what is wrong in it will show in plain rows
-        return first_line(error)
+        return f"its code fails ({first_line(error)})"
     # in few bits, sums in another order may differ by more
     share = 1e-4 if inner_model(model).dtype == torch.float32 else 0.1
     for place, expected in _run(model, [], full_rows, [question]):

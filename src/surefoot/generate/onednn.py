@@ -17,9 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..log import fell_back
 from ..storage.memory import free_memory
 
 logger = logging.getLogger(__name__)
+_SLOWER = "is slower"
 _SHARE = 0.5  # of the free memory, for packed weights
 _ROWS = 8  # of the products that weights are packed for; other products use them as well
 _FEW = 2  # rows of the products that torch computes
@@ -89,12 +91,8 @@ def pack_weights(
             if not batch_invariant and counts[id(layer.weight)] == 1:
                 _lay_out(layer)
     if room is not None and not is_packed:
-        logger.warning(
-            "packed weights would take %.1f GiB of the %.1f GiB that are free, so responses are "
-            "generated more slowly, without them",
-            size / 2**30,
-            room / 2**30,
-        )
+        sizes = f"take {size / 2**30:.1f} GiB of the {room / 2**30:.1f} GiB that are free"
+        fell_back("responses are generated without packed weights", f"they would {sizes}", _SLOWER)
     return size if is_packed else 0
 
 
@@ -116,7 +114,8 @@ def _has_onednn() -> bool:
     is_there = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if is_there and all(hasattr(torch.ops.mkldnn, name) for name in operators):
         return True
-    logger.warning("this torch has no oneDNN, so responses are generated more slowly on a CPU")
+    what = "responses are generated with torch's products on a CPU"
+    fell_back(what, "this torch has no oneDNN", _SLOWER)
     return False
 
 

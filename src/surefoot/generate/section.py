@@ -6,10 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
-from ..schema import must
+from ..schema import Needs, must
 
+OF_SAMPLING = Needs("do_sample", (True,))
 LEAST_TEMPERATURE = 1e-5  # logits that are divided by less may be infinite; vLLM's bound as well
 
 
@@ -21,13 +22,13 @@ class GenerateSection:
     """Longest response in tokens."""
     do_sample: bool = False
     """Sample instead of always taking the most probable token."""
-    temperature: float = 1.0
+    temperature: Annotated[float, OF_SAMPLING] = 1.0
     """Flattens (above 1) or sharpens (below 1) the distribution sampled from."""
-    top_p: float = 1.0
+    top_p: Annotated[float, OF_SAMPLING] = 1.0
     """Sample from the most probable tokens that together have this probability."""
-    top_k: int = 0
+    top_k: Annotated[int, OF_SAMPLING] = 0
     """Sample from this many most probable tokens; 0 means all."""
-    min_p: float = 0.0
+    min_p: Annotated[float, OF_SAMPLING] = 0.0
     """Sample from the tokens that have at least this share of the probability of the most probable
     one (arXiv:2407.01082); 0 means all."""
     repetition_penalty: float = 1.0

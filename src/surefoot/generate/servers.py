@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from ..errors import RunError, counted
-from ..log import announced
+from ..log import announced, fell_back
 from ..schema import must
 from ..storage.remote import is_loopback
 from .section import FinishReason, Ids, Sample
@@ -90,7 +90,6 @@ class Engine:
     server = None
 
 
-logger = logging.getLogger(__name__)
 S = TypeVar("S", bound="_Address")
 
 
@@ -130,7 +129,8 @@ class _Address:
         try:
             self._post(path, {"lora_name": adapter.name})
         except RunError as error:
-            logger.info("the former adapter is not unloaded: %s", error)
+            what = f"the adapter {adapter.name} stays in the server"
+            fell_back(what, str(error), "takes its memory there", logging.INFO)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from .. import model as models
 from ..errors import RecipeError
 from ..network.method import Method
-from ..schema import must
+from ..schema import Needs, must
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,7 +51,7 @@ class Freeze(Method):
 
     num_layers: int = 2
     """Layers to tune: the last ones if positive, the first ones if negative."""
-    modules: tuple[str, ...] = ("all",)
+    modules: Annotated[tuple[str, ...], Needs("num_layers")] = ("all",)
     """Modules to tune inside those layers, such as ``mlp`` or ``self_attn``."""
     extra_modules: tuple[str, ...] = ()
     """Modules to tune outside the layers, such as ``embed_tokens``, ``norm`` or ``lm_head``."""

@@ -6,13 +6,13 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from .. import model as models
 from .. import network as networks
 from ..errors import RecipeError, counted
 from ..model.section import ModelSection
-from ..schema import Problem, must
+from ..schema import Needs, Problem, must
 from .adapter import AdapterMethod, Part, names_in, target_names
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class LoRA(AdapterMethod):
     starts from the principal part of each weight (arXiv:2404.02948), ``olora`` from its QR
     decomposition (arXiv:2406.01775): checkpoints are adapters of twice the rank, of the unchanged
     base."""
-    init_iterations: int = 16
+    init_iterations: Annotated[int, Needs("init", ("pissa",))] = 16
     """Iterations of the randomized singular value decomposition of ``init: pissa``. 0: the exact
     one, which takes minutes for a large matrix."""
     freeze_a: bool = False

@@ -29,6 +29,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from ..batch import IGNORE_INDEX, Batch, Probe
 from ..errors import ModelError, first_line
+from ..log import fell_back
 from .packed_attention import (
     KERNELS,
     MASKS,
@@ -43,7 +44,6 @@ from .packed_attention import (
     uses_document_attention,
 )
 
-logger = logging.getLogger(__name__)
 Run = Callable[[Batch], torch.Tensor]  # a value, or a row of them, for each trained position
 _PICTURES_SEEN = "the tokens of a picture see each other"
 _OTHER_VALUES = "an example in a row gets other values than alone"
@@ -149,20 +149,25 @@ def settle_attention(
             problem, _ = attempt()
             if problem is not None:
                 raise _refused(model, problem)
-            logger.info(
-                "packed attention: the model's own mask of each document: %s", first_problem
-            )
+            _say_masks(model, "of each document", first_problem)
             return False
         set_attention(model, plain)
-        logger.info("packed attention: masks of whole rows: %s", first_problem)
+        _say_masks(model, "of whole rows", first_problem)
     for is_on in (False, True):
         attend_by_mask(model, is_on=is_on)
         problem, _ = attempt()
         if problem is None:
+            if first_problem is None and plain in KERNELS:
+                _say_masks(model, "of whole rows", "its layers take no bounds of documents")
             return False
         first_problem = first_problem or problem
     attend_by_mask(model, is_on=False)
     raise _refused(model, first_problem)
+
+
+def _say_masks(model: PreTrainedModel, of: str, problem: str) -> None:
+    what = f"{type(model).__name__}: packed rows have masks {of}, and prompts are not shared"
+    fell_back(what, problem, "costs memory and time by the square of their length", logging.INFO)
 
 
 def _refused(model: PreTrainedModel, problem: str | None) -> ModelError:

@@ -49,10 +49,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import ModelError, RecipeError, installation
+from ..log import fell_back
 from .lora_layers import disable_fused_lora
 from .section import Recomputation
 
-logger = logging.getLogger(__name__)
 Function = Callable[..., object]
 
 
@@ -67,6 +67,9 @@ def recompute_activations(
     """
     if policy == "none":
         return
+    if policy == "offload" and keep_random and not torch.cuda.is_available():
+        what, why = "model.gradient_checkpointing: offload does what full does", "there is no GPU"
+        fell_back(what, why, "saves no more memory", logging.INFO)
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": keep_random}
     if policy == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _save_products)
@@ -237,7 +240,8 @@ def use_float8(layers: Sequence[nn.Module], scaling: Scaling, *, emulate: bool) 
 def emulates(device: torch.device) -> bool:
     """Whether a CPU can only emulate float8. Raises ``ModelError`` for a GPU without it."""
     if device.type != "cuda":
-        logger.warning("model.float8: a CPU emulates it, slower than without; for trials only")
+        cost = "is slower than without; for trials only"
+        fell_back("model.float8 is emulated", "a CPU has no products in 8 bits", cost)
         return True
     capability = torch.cuda.get_device_capability(device)
     if capability < _MIN_CAPABILITY:

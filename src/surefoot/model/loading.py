@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -50,6 +50,7 @@ from .section import ModelSection
 from .weights import place
 
 logger = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
 WEIGHTS = "*.safetensors"
 PLACES = ("", "rank_0*/", "checkpoint/rank_0*/", "iteration_*/")  # ours, MindSpore's
 FILES = ("*.json", WEIGHTS, "*.jinja", "*.model", "*.txt", "*.py", "*recipe.yaml")  # never pickles
@@ -390,15 +391,15 @@ _READ = {
 
 
 def once_per_architecture(
-    ask: Callable[[PreTrainedModel], bool],
-) -> Callable[[PreTrainedModel], bool]:
+    ask: Callable[[PreTrainedModel], Answer],
+) -> Callable[[PreTrainedModel], Answer]:
     """``ask``, whose answer follows from the class and the configuration of a model alone, asked
     once for each. A run opens its model twice: on the meta device, to find mistakes early, and on
     its own."""
-    answers: dict[tuple[object, ...], bool] = {}
+    answers: dict[tuple[object, ...], Answer] = {}
 
     @wraps(ask)
-    def answer(model: PreTrainedModel) -> bool:
+    def answer(model: PreTrainedModel) -> Answer:
         config = model.config
         described = json.dumps(
             config.to_dict() | {"_name_or_path": ""}, sort_keys=True, default=str

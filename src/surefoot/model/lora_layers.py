@@ -51,6 +51,27 @@ def enable_fused_lora(model: nn.Module) -> None:
             layer.forward = partial(_fused_forward, layer, layer.forward)
 
 
+@contextmanager
+def unadapted(model: nn.Module) -> Iterator[None]:
+    """A block in which layers of ``model`` that PEFT has wrapped compute what their bases do, for
+    what no adapter changes. PEFT's layers of fused experts ask for the autocast type of the device,
+    and the meta device has none (0.21.2, tuners/lora/layer.py: _LoraFactorsProxy)."""
+    if not getattr(model, "peft_config", None):  # PEFT is not imported for it
+        yield
+        return
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
+    before = [layer.disable_adapters for layer in layers]
+    for layer in layers:
+        layer._disable_adapters = True  # its setter changes which parameters are trained
+    try:
+        yield
+    finally:
+        for layer, was_off in zip(layers, before, strict=True):
+            layer._disable_adapters = was_off
+
+
 def disable_fused_lora(model: nn.Module) -> None:
     """Restore PEFT's own forward passes, which a compiler fuses itself, but for the weights adapted
     as parameters: PEFT replaces a module's class while it computes these."""
@@ -74,6 +95,14 @@ def _adapts_parameter(layer: nn.Module) -> bool:
     from peft.tuners.lora import ParamWrapper
 
     return isinstance(layer, ParamWrapper) and isinstance(layer.base_layer, nn.Linear)
+
+
+def adapts_experts(model: nn.Module) -> bool:
+    """Whether PEFT adapts experts that are fused in one parameter."""
+    from peft.tuners.lora import ParamWrapper
+
+    wrappers = (layer for layer in model.modules() if isinstance(layer, ParamWrapper))
+    return any(not _adapts_parameter(layer) for layer in wrappers)
 
 
 def _fused_forward(

@@ -32,6 +32,8 @@ import torch
 import xxhash
 from torch.utils import deterministic
 
+from ..log import fell_back
+
 
 def derive(*parts: int) -> int:
     """A 63-bit seed from integers; close inputs give unrelated seeds."""
@@ -132,7 +134,7 @@ def replaced(name: Literal["auto"] | PrecisionName) -> str | None:
     """Why this machine computes in another precision than ``name``; None if it does not."""
     if name != "fp16" or torch.cuda.is_available():
         return None
-    return "train.precision: fp16 is computed in fp32 on a CPU: fp32 is faster and more exact there"
+    return "fp32 is faster and more exact there"
 
 
 def autocast(name: PrecisionName, device: torch.device) -> AbstractContextManager[object]:
@@ -183,7 +185,6 @@ class LossScaler:
             self.scale, self.calm_steps = float(state["scale"]), int(state["calm_steps"])
 
 
-logger = logging.getLogger(__name__)
 # glibc's mallopt: blocks above this are mapped one by one; a free end above this is given back.
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
 _NEVER = 2**31 - 1  # bytes, the largest int
@@ -202,7 +203,8 @@ def keep_freed_memory() -> None:
     except (OSError, AttributeError, TypeError):  # another C library, or Windows
         return
     if not (mallopt(_MMAP_THRESHOLD, _NEVER) and mallopt(_TRIM_THRESHOLD, _NEVER)):
-        logger.debug("mallopt failed; freed memory is returned to the system")
+        what = "freed memory is returned to the system after each step"
+        fell_back(what, "mallopt failed", "takes up to a tenth of the time", logging.INFO)
 
 
 def return_freed_memory() -> None:

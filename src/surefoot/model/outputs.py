@@ -18,7 +18,6 @@ that apply none, or a cap that is known.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
@@ -31,6 +30,7 @@ from transformers.configuration_utils import PretrainedConfig
 
 from ..batch import Batch, Outputs, OutputSpec, TrainedPositions, ends, trained_positions
 from ..errors import ModelError, first_line
+from ..log import fell_back
 from .chunked_cross_entropy import (
     Head,
     Scores,
@@ -44,9 +44,9 @@ from .chunked_cross_entropy import (
 )
 from .config import COEFFICIENTS
 from .loading import on_meta, once_per_architecture
+from .lora_layers import unadapted
 from .packed_attention import one_document, packed_arguments
 
-logger = logging.getLogger(__name__)
 _SOFTCAP = "final_logit_softcapping"
 
 
@@ -224,25 +224,23 @@ def _answering(head: LogprobHead, answer: Callable[[torch.Tensor], torch.Tensor]
 def logprob_head_of(model: PreTrainedModel) -> LogprobHead | None:
     """The head of ``model``, if it can be replaced: a plain matrix, whose result the model returns
     unchanged."""
-    linear = model.get_output_embeddings()
-    if type(linear) is not nn.Linear or "forward" in vars(linear):
-        _say_full_logits(model, "its output head is more than a product with a matrix")
+    if (why := why_full_logits(model)) is not None:
+        what = f"{type(model).__name__}: the output head computes full logits"
+        fell_back(what, why, "takes more time and memory")
         return None
-    if not _returns_result(model):
-        return None
-    head = _head(model, linear)
-    if head.softcap is not None and _returns_capped(model):
+    head = _head(model, model.get_output_embeddings())
+    if head.softcap is not None and _returns_mark(model, replace(head, softcap=None)) is None:
         # Gemma 3 with pictures has the cap of Gemma 2 in its configuration, and does not apply it
         return replace(head, softcap=None)
     return head
 
 
-def _say_full_logits(model: PreTrainedModel, why: str) -> None:
-    logger.info(
-        "%s: the output head computes full logits, which takes more time and memory: %s",
-        type(model).__name__,
-        why,
-    )
+def why_full_logits(model: PreTrainedModel) -> str | None:
+    """Why the head of ``model`` cannot be replaced; None if it can."""
+    linear = model.get_output_embeddings()
+    if type(linear) is not nn.Linear or "forward" in vars(linear):
+        return "the head is more than a product with a matrix, as of an adapter on it"
+    return _why_changed(model)
 
 
 def _head(model: PreTrainedModel, linear: Any) -> LogprobHead:
@@ -251,22 +249,17 @@ def _head(model: PreTrainedModel, linear: Any) -> LogprobHead:
 
 
 @once_per_architecture
-@torch.no_grad()
-def _returns_result(model: PreTrainedModel) -> bool:
-    """Whether ``model`` returns what its head does, unchanged but for a cap that is known."""
+def _why_changed(model: PreTrainedModel) -> str | None:
+    """Why ``model`` does not return what its head does, unchanged but for a cap that is known; None
+    if it does."""
     return _returns_mark(model, _head(model, model.get_output_embeddings()))
 
 
-@once_per_architecture
 @torch.no_grad()
-def _returns_capped(model: PreTrainedModel) -> bool:
-    """The same of a model whose configuration has a cap, which is left there."""
-    return _returns_mark(model, replace(_head(model, model.get_output_embeddings()), softcap=None))
-
-
-def _returns_mark(model: PreTrainedModel, head: LogprobHead) -> bool:
-    """Whether ``model`` returns what ``head`` does, unchanged. Runs the model's code on two tokens,
-    on the meta device, so that the answer is the same whether they are there yet."""
+def _returns_mark(model: PreTrainedModel, head: LogprobHead) -> str | None:
+    """Why ``model`` does not return what ``head`` does, unchanged; None if it does. Runs the
+    model's code on two tokens, on the meta device, so that the answer is the same whether they are
+    there yet."""
     linear = model.get_output_embeddings()
     # what a quantized model multiplies by cannot be put aside; it always has its values
     is_plain = all(type(p) is nn.Parameter for p in model.parameters())
@@ -275,15 +268,13 @@ def _returns_mark(model: PreTrainedModel, head: LogprobHead) -> bool:
     ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
     blank = on_meta(model) if is_plain else contextlib.nullcontext()
     try:
-        with _answering(head, lambda _: mark), blank:
+        with _answering(head, lambda _: mark), blank, unadapted(model):
             arguments = {"input_ids": ids, "attention_mask": None, "use_cache": False}
             logits = model(**{**arguments, **one_document(model, 2)}).logits
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, ModelError) as error:
-        _say_full_logits(model, first_line(error))
-        return False
-    if logits is not mark and head.softcap == getattr(head.config, _SOFTCAP, None):
-        _say_full_logits(model, "it changes the logits after its output head")
-    return logits is mark
+        why = f"its code fails on the meta device ({type(error).__name__}: {first_line(error)})"
+        return f"whether the model changes logits after its output head is not known: {why}"
+    return None if logits is mark else "the model changes the logits after its output head"
 
 
 class Vocabulary(Protocol):
@@ -393,8 +384,8 @@ def no_distribution(model: nn.Module) -> ModelError:
     """The error for a model whose distributions cannot be computed in chunks."""
     return ModelError(
         f"{type(_inner(model)).__name__}: its distribution over the vocabulary cannot be compared "
-        "with another model's, as it changes its logits after the output head, or the method "
-        "adapts or copies that head; take another model, or leave lm_head out of the method"
+        f"with another model's, as {why_full_logits(_inner(model))}; take another model, or leave "
+        "lm_head out of the method"
     )
 
 

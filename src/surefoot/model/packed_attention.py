@@ -69,7 +69,7 @@ def _passes_bounds(model: PreTrainedModel) -> bool:
     except BoundsMissingError:
         return False
     except Exception as error:  # the attempt with values will say what is wrong, if anything is
-        logger.debug("%s: not tried on the meta device: %s", type(model).__name__, error)
+        logger.debug("%s: nothing is known before it has values: %s", type(model).__name__, error)
     return True
 
 

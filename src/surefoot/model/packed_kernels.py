@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from ..batch import sent
 from ..errors import first_line
+from ..log import fell_back
 from .config import size_of
 from .numerics import deterministically
 from .packed_attention import (
@@ -89,17 +90,21 @@ def choose(row: Row, kernels: Mapping[str, RowKernel] | None = None) -> str:
     """The name of the first kernel in order of preference that passes the self-check on ``row``."""
     kernels = candidates(row.device) if kernels is None else kernels
     expected = _output_and_gradients(one_call_per_document, row) if kernels else []
-    chosen = BY_DOCUMENT
+    chosen, rejected = BY_DOCUMENT, list[str]()
     for name, kernel in kernels.items():
         try:
             reason = _why_rejected(kernel, row, expected)
         except Exception as error:  # not built for this device, type or head size: next one
-            reason = first_line(error)
+            reason = f"it fails ({first_line(error)})"
         if reason is None:
             chosen = name
             break
-        logger.info("attention kernel: %s rejected: %s", name, reason)
-    logger.info("attention kernel: %s, for rows that pack several documents", chosen)
+        rejected.append(f"{name}: {reason}")
+    what = f"attention kernel: {chosen}, for rows that pack several documents"
+    if rejected:
+        fell_back(what, "; ".join(rejected), "may be slower", logging.INFO)
+    else:
+        logger.info(what)
     return chosen
 
 
@@ -160,16 +165,19 @@ def use(model: PreTrainedModel, name: str) -> str:
         return name
     kernel = candidates(model.device).get(name)
     if kernel is None:
-        logger.warning(
-            "attention kernel: %s, used by the checkpoint, is not available; using %s, "
-            "one call per document",
-            name,
-            BY_DOCUMENT,
-        )
+        why = f"{name}, used by the checkpoint, is not available on {model.device.type}"
+        cost = "may be slower, and rounds differently"
+        fell_back(f"attention kernel: {BY_DOCUMENT}, one call per document", why, cost)
         return BY_DOCUMENT
     register(name, kernel)
     set_attention(model, PREFIX + name)
     return name
+
+
+@cache  # once for all its layers
+def _say_by_document(name: str, layer: str) -> None:
+    what, why = f"{layer} attends in one call per document", f"{name} has no dropout, window, "
+    fell_back(what, why + "cap or sinks", "may be slower", logging.INFO)
 
 
 def register(name: str, kernel: RowKernel) -> None:
@@ -187,6 +195,8 @@ def register(name: str, kernel: RowKernel) -> None:
         bounds = kwargs.get("document_bounds")
         unsupported = ("dropout", "sliding_window", "softcap")
         is_plain = not any(map(kwargs.get, unsupported)) and kwargs.get("s_aux") is None
+        if not is_plain and isinstance(bounds, DocumentBounds):
+            _say_by_document(name, type(module).__name__)
         if not is_plain or not isinstance(bounds, DocumentBounds):
             return attend_by_document(module, query, key, value, attention_mask, **kwargs)
         heads: Heads = (query, key, value)

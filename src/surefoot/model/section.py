@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from ..schema import FREE
+from ..schema import FREE, Needs
 from ..schema.locations import ModelPath
 
 Recomputation = Literal["none", "selective", "full", "offload"]
@@ -52,7 +52,7 @@ class ModelSection:
     max_positions: int | None = None
     """Positions of the model (default: its own, ``max_position_embeddings``). More of them rescale
     its rotary embeddings; checkpoints contain them in ``config.json``."""
-    rope_scaling: Literal["yarn", "linear", "llama3"] = "yarn"
+    rope_scaling: Annotated[Literal["yarn", "linear", "llama3"], Needs("max_positions")] = "yarn"
     """How ``max_positions`` rescales rotary embeddings: YaRN (arXiv:2309.00071), all frequencies
     alike (arXiv:2306.15595), or low ones alone as in Llama 3.1."""
     new_special_tokens: tuple[str, ...] = ()
@@ -85,10 +85,10 @@ class ModelSection:
     quantization_bit: Literal[4, 8] | None = None
     """Store the frozen base in 4 or 8 bits (QLoRA, with ``method: lora``). Needs
     ``pip install -e '.[qlora]'`` in the clone of Surefoot."""
-    quantization_type: Literal["nf4", "fp4"] = "nf4"
+    quantization_type: Annotated[Literal["nf4", "fp4"], Needs("quantization_bit", (4,))] = "nf4"
     """The sixteen values of 4 bits: spaced like a normal distribution (nf4), or floating point
     (fp4)."""
-    double_quantization: bool = True
+    double_quantization: Annotated[bool, Needs("quantization_bit", (4,))] = True
     """Quantize the scales of 4 bits, too: 0.4 bits less for each weight."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off unless you trust its author."""

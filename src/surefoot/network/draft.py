@@ -6,6 +6,7 @@ brings a third kind, which can be run. A model is made ready by the same steps w
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..batch import Probe
 from ..checkpoint.layouts.opening import open_folder, read_named, scattered
 from ..errors import ModelError, first_line
+from ..log import fell_back
 from ..model.adapter_files import add_adapters, attach, attach_empty
 from ..model.config import (
     as_dequantized,
@@ -200,6 +202,10 @@ class RealTensors:
     def runner(self, draft: Draft) -> ModelForward:
         """On this rank's shards."""
         options, world = draft.options, draft.world
+        if draft.head is not None and world.tp > 1:
+            what = "the output head computes full logits of its share of the vocabulary"
+            cost = "takes more time and memory than in chunks"
+            fell_back(what, "parallel.tp shards the head", cost, logging.INFO)
         is_piped = draft.staging is not None
         is_split = options.parallel.sequence_parallel and not is_piped
         if options.only_generates and world.mesh is not None:  # the root of what is sharded

@@ -17,9 +17,10 @@ from ..errors import (
     ModelError,
     RecipeError,
     RunError,
+    first_line,
     installation,
 )
-from ..log import silenced
+from ..log import fell_back, silenced
 from ..model.config import check_alone, quantization
 from ..model.expansion import refuse_divided
 from ..model.pipeline_stages import parameters_of
@@ -65,7 +66,10 @@ def refuse_early(
     try:
         with silenced():
             network = open_network(base, section, tokenizer, ALONE, plain, MetaTensors())
-    except NOT_ON_META:  # an architecture that needs values when it is made
+    except NOT_ON_META as error:  # an architecture that needs values when it is made
+        what = f"{section.path}: checked when its weights are loaded"
+        cost = "finds a mistake in the method or the mesh only after the data is encoded"
+        fell_back(what, f"it cannot be built on the meta device ({first_line(error)})", cost)
         return
     refuse_divided(network.module, tp=parallel.tp, pp=parallel.pp)
     if parallel.tp > 1:

@@ -13,6 +13,7 @@ from ..errors import (
     RecipeError,
     counted,
 )
+from ..log import fell_back
 from ..model.config import check_router_loss
 from ..model.expansion import note_new_tokens, refuse_divided, untrained_matrices, verify_new_layers
 from ..model.isolation import use_packed
@@ -23,7 +24,7 @@ from ..model.layers import (
     use_float8,
 )
 from ..model.loading import grow_embeddings, upcast_trained
-from ..model.lora_layers import enable_float32_lengths, enable_fused_lora
+from ..model.lora_layers import adapts_experts, enable_float32_lengths, enable_fused_lora
 from ..model.outputs import logprob_head_of
 from ..model.packed_attention import follow_calls, switch_to_packed
 from ..model.section import ModelSection
@@ -54,6 +55,11 @@ def fuse_lora(draft: Draft, _: Tensors) -> None:
         enable_fused_lora(draft.module)
     if draft.module is not draft.inner:
         enable_float32_lengths(draft.module)
+        if draft.options.is_trainable and adapts_experts(draft.module):
+            what = "the experts of a layer are formed with their updates, all in one matrix"
+            cost = "takes their memory once more in each layer, until its backward pass; name "
+            cost += "method.lora.targets without them, or set model.gradient_checkpointing"
+            fell_back(what, "PEFT adds the update of a parameter to its values", cost, logging.INFO)
 
 
 def recompute(draft: Draft, tensors: Tensors) -> None:
@@ -165,6 +171,11 @@ def load(draft: Draft, tensors: Tensors) -> None:
     check_quantization(draft)
     refuse_headless(draft.base, draft.options.heads)
     tensors.load(draft)
+    config = draft.inner.config
+    is_eager = draft.section.attention == "auto" and config._attn_implementation == "eager"
+    if is_eager and getattr(config.get_text_config(), "num_attention_heads", None):
+        what, why = "model.attention: eager", f"{type(draft.inner).__name__} has no sdpa"
+        fell_back(what, why, "takes memory by the square of a row's length", logging.INFO)
     if draft.section.router_aux_loss_coef is not None:
         check_router_loss(draft.inner)
 

@@ -28,6 +28,7 @@ from ..checkpoint.layouts.opening import open_named
 from ..checkpoint.sources import ComputedSource, TensorSource, read_whole
 from ..checkpoint.state.states import BLOCK, local_box_of
 from ..errors import CheckpointError, ModelError
+from ..log import fell_back
 from ..model.config import as_dequantized, auto_class, form_of, read_config
 from ..model.loading import (
     CapturedInit,
@@ -66,7 +67,8 @@ def init_on_meta(
     does."""
 
     def only_in_full(why: str) -> MetaModel | None:
-        logger.info("%s: every rank loads the full model before sharding: %s", base, why)
+        what = f"{base}: every rank loads the full model before sharding"
+        fell_back(what, why, "takes the memory of all of it on each", logging.INFO)
         return None
 
     try:

@@ -16,10 +16,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 
 from ..errors import RecipeError, counted
-from ..schema import must
+from ..schema import Needs, must
 from ._rules import modules as rules
 from .plateau import Plateau, Reductions
 from .state_tensor import ParameterKind, ParameterKinds, Shape, StateTensor, check_kinds, layout_of
@@ -52,18 +52,20 @@ class Optimizer(ABC):
     """Shape of the learning rate after warmup. ``wsd`` is warmup-stable-decay with a linear decay,
     ``wsd_cosine`` with a cosine. ``inverse_sqrt`` is 1 over the root of steps / warmup steps.
     ``reduce_lr_on_plateau`` is constant until evaluations no longer improve (``plateau``)."""
-    warmup_ratio: float = 0.0
+    warmup_ratio: Annotated[float, Needs("warmup_steps", (None,))] = 0.0
     """Share of all steps used for warmup."""
     warmup_steps: int | None = None
     """Steps of warmup; has precedence over ``warmup_ratio``."""
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: Annotated[float, Needs("schedule", _WITH_END)] = 0.0
     """Learning rate at the end, as a share of the peak (not for ``constant`` and
     ``inverse_sqrt``); the lowest of ``reduce_lr_on_plateau``."""
-    decay_ratio: float = 0.1
+    decay_ratio: Annotated[float, Needs("schedule", ("wsd", "wsd_cosine"))] = 0.1
     """``wsd`` and ``wsd_cosine``: share of all steps in the final decay."""
     plateau: Plateau = Plateau()
     """``reduce_lr_on_plateau``: when it reduces, by ``train.metric_for_best_model``."""
-    bf16_weights: Literal["stochastic", "master", "nearest"] = "stochastic"
+    bf16_weights: Annotated[
+        Literal["stochastic", "master", "nearest"], Needs("model.dtype", ("bfloat16",))
+    ] = "stochastic"
     """How bfloat16 weights (``model.dtype: bfloat16``) are updated. ``stochastic`` rounds each
     result up or down at random, so that updates are right in the mean. ``master`` updates a float32
     copy, which checkpoints contain. ``nearest`` rounds to the nearest value: updates below 0.2 % of
@@ -335,6 +337,7 @@ SCHEDULES: dict[str, Callable[[Schedule, int], float]] = {
     "inverse_sqrt": _inverse_sqrt,
     ON_PLATEAU: _on_plateau,
 }
+_WITH_END = tuple(name for name in SCHEDULES if name not in ("constant", "inverse_sqrt"))
 if TYPE_CHECKING:
     ScheduleName = str
 else:  # the names that a recipe may give

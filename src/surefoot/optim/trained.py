@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError, RecipeError
+from ..log import fell_back
 from ..parallel.sharding import Cuts
 from ._rules.sharded import local, part_of, sharded_as
 from .bf16_weights import BucketedOptimizer, build_optimizer
@@ -24,7 +25,6 @@ from .optimizer import Optimizer, check_learning_rates, log_learning_rates, with
 from .state import NamedState, State, StateCuts, other_parameters, plain_cuts
 from .state_tensor import ParameterKinds
 
-logger = logging.getLogger(__name__)
 # Of these names, those of the parameters that update number `step` (from 0) changes.
 Trainable = Callable[[int, Sequence[str]], Collection[str]]
 
@@ -73,7 +73,8 @@ class TrainedParameters:
         check_learning_rates(patterns, names)
         log_learning_rates(self.optim.learning_rate, patterns, names)
         if self.optim.offload_state and all(each.is_cpu for each in self.named.values()):
-            logger.info("optim.offload_state: no effect, as the weights are in main memory too")
+            what, why = "optim.offload_state moves nothing", "the weights are in main memory, too"
+            fell_back(what, why, "saves no memory", logging.INFO)
         shapes = {name: tuple(parameter.shape) for name, parameter in self.named.items()}
         sharded = {name: plain_cuts(cuts) for name, cuts in self.cuts.items()}
         check_entries(self.entries, self.optim, shapes, sharded)

@@ -7,9 +7,9 @@ import os
 import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from ..schema import must
+from ..schema import Needs, must
 from .sharding import AXES, DATA_AXES
 
 ScheduleName = Literal["1f1b", "interleaved", "gpipe"]
@@ -37,7 +37,7 @@ class ParallelSection:
     pp: int = 1
     """Number of ranks over which the layers are divided; micro-batches pass from one to the next
     (pipeline parallelism). The axis for slow connections, between machines."""
-    pp_schedule: ScheduleName = "1f1b"
+    pp_schedule: Annotated[ScheduleName, Needs("pp", above=1)] = "1f1b"
     """Pipeline schedule. ``1f1b``: each backward pass as early as possible; ``interleaved``: the
     same with several stages per rank, which idles less and communicates more; ``gpipe``: all
     forward passes first."""

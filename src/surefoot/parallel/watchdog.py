@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import faulthandler
 import fcntl
-import logging
 import os
 import secrets
 import socket
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import HUNG
+from ..log import fell_back
 from ..storage.child import Child
 from . import _watchdog
 from ._watchdog import DUMP, SIZE
@@ -29,7 +29,6 @@ from .progress import Progress
 from .section import ParallelSection
 from .world import World, be_patient
 
-logger = logging.getLogger(__name__)
 _PROGRAM = Path(_watchdog.__file__)
 
 
@@ -116,7 +115,8 @@ def _started(order: dict[str, Any]) -> Child | None:
     try:
         child = Child([str(_PROGRAM)], talks=True, patience=0)
     except OSError as error:
-        logger.warning("rank %d: no watchdog (%s): a hang is not noticed", order["rank"], error)
+        why = f"it could not be started: {error}"
+        fell_back(f"rank {order['rank']} has no watchdog", why, "means that a hang is not noticed")
         return None
     child.send(order)
     return child

@@ -13,7 +13,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ..errors import RecipeError
-from ..schema import Keys, Setting, expand, is_text, setting_at, settings
+from ..schema import Keys, Problem, Setting, expand, idle, is_text, setting_at, settings
 from .yaml import Document, parse_argument, parse_text
 
 Overrides = Sequence[str] | Mapping[str, object]  # path=value, or path -> value
@@ -89,17 +89,31 @@ def put(cls: type, document: Document, path: Keys, value: object, origin: str) -
         document,
         data=_merge_section(cls, expand(cls, document.data), expanded),
         overrides={**document.overrides, path: origin},
-        overridden=document.overridden | set(_leaves(expanded, ())),
+        overridden=document.overridden | set(leaves(expanded)),
     )
 
 
-def _leaves(patch: object, path: Keys) -> Iterator[Keys]:
+def leaves(patch: object, path: Keys = ()) -> Iterator[Keys]:
     """The path of every value in ``patch``."""
     if not isinstance(patch, Mapping):
         yield path
         return
     for key, value in patch.items():
-        yield from _leaves(value, (*path, key))
+        yield from leaves(value, (*path, key))
+
+
+def idle_settings(
+    section: object, document: Document, stated: Document | None
+) -> Iterator[Problem]:
+    """The problems of settings that do nothing, and that an override of ``document`` names; or
+    the file ``stated``, unless an override has switched off what they need."""
+    in_file = set() if stated is None else set(leaves(expand(type(section), stated.data)))
+
+    def is_said(path: Keys, others: Sequence[Keys]) -> bool:
+        overridden = document.overridden
+        return path in overridden or (path in in_file and overridden.isdisjoint(others))
+
+    return idle(section, is_said)
 
 
 def _split(cls: type, argument: str) -> tuple[Keys, object]:

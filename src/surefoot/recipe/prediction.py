@@ -17,7 +17,7 @@ from ..schema import Problem
 from ..schema.locations import ModelPath
 from ..storage import files
 from .files import RUN_RECIPE, SUFFIXES, read_text
-from .overrides import Overrides, override
+from .overrides import Overrides, idle_settings, override
 from .recipe import Recipe, bases, from_words, importer_of, located
 from .recipe import load as load_recipe
 from .yaml import Document, parse
@@ -80,10 +80,11 @@ def load(
 
     Raises ``RecipeError``: with all validation errors; ``CheckpointError`` for ``model.reading``.
     """
-    document, overrides, _ = read_program(path, overrides)
-    document = override(Prediction, _document(document, path, generate), overrides)
+    stated, overrides, _ = read_program(path, overrides)
+    document = override(Prediction, _document(stated, path, generate), overrides)
     prediction = schema.read(Prediction, document.data, fail=document.error)
-    if problems := list(_problems(prediction)):
+    problems = [*_problems(prediction), *idle_settings(prediction, document, stated)]
+    if problems:
         raise document.error(problems)
     base_of = bases(document, Path(path).parent if _is_file(path) else Path())
     names = ("path", "weights", "adapter", "base")

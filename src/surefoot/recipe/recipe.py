@@ -47,7 +47,7 @@ from ..storage.remote import MODELSCOPE, OPENMIND, is_address, is_switched_on
 from ..training.section import TrainSection
 from ..training.stage import Stage
 from .files import SUFFIXES, read_text, recipe_in
-from .overrides import Overrides, override, put
+from .overrides import Overrides, idle_settings, override, put
 from .yaml import Document, emit, parse
 
 if TYPE_CHECKING:
@@ -175,10 +175,10 @@ def importer_of(document: Document) -> Importer | None:
     return next((each for each in IMPORTERS.values() if each.recognise(data)), None)
 
 
-def load(path: Path, overrides: Overrides = ()) -> Recipe:
+def load(path: Path, overrides: Overrides = (), *, is_saved: bool = False) -> Recipe:
     """Read the recipe file ``path``, or the recipe of the run or checkpoint in the folder ``path``,
     with ``overrides`` applied. Raises ``RecipeError``: with all validation errors, each with file,
-    line and column."""
+    line and column. One that a run has saved may have settings that do nothing."""
     file, run = recipe_in(path)
     document = parse(read_text(file, follow=run is None), str(file))
     if (importer := importer_of(document)) is not None:
@@ -187,7 +187,33 @@ def load(path: Path, overrides: Overrides = ()) -> Recipe:
         document = put(Recipe, document, ("train", "output_dir"), str(run), str(run))
     if run is None:  # whose recipe has all settings
         document = _with_hubs(document)
-    return _build(override(Recipe, document, overrides), file.parent)
+    stated = None if is_saved or run is not None else document
+    overridden = override(Recipe, document, overrides)
+    for line in _replaced(document, overridden) if LAUNCHER not in os.environ else ():
+        logger.warning("%s", line)
+    return _build(overridden, file.parent, stated)
+
+
+def _replaced(before: Document, after: Document) -> Iterator[str]:
+    """What to say of variants that overrides put in the place of the recipe's, and of the learning
+    rate, which was chosen for the recipe's method."""
+    for name in ("method", "stage", "optim"):
+        (old, had), (new, _) = (_variant(document, name) for document in (before, after))
+        rates = [path for path in after.overridden if path[-1] == "learning_rate"]
+        is_rate_left = name == "method" and new != (old or "full") and not rates
+        if old != new and (had or is_rate_left):
+            more = (
+                "; the learning rate stays the recipe's, so set that, too" if is_rate_left else ""
+            )
+            yield f"{name}: {new} in place of the recipe's {old or 'full'} and its settings{more}"
+
+
+def _variant(document: Document, name: str) -> tuple[str, bool]:
+    """The variant that ``document`` has at ``name``, and whether with settings; empty if none."""
+    data = schema.expand(Recipe, document.data)
+    value = data.get(name) if isinstance(data, Mapping) else None
+    pairs = value.items() if isinstance(value, Mapping) else ()
+    return next(((str(key), bool(inside)) for key, inside in pairs), ("", False))
 
 
 def _with_hubs(document: Document) -> Document:
@@ -231,7 +257,10 @@ def load_converted(converted: ConvertedFile) -> Recipe:
             f"{converted.document.name}: this is a file of {converted.title}; `surefoot recipe "
             "convert` prints it as a recipe, to be completed"
         )
-    return _build(converted.document, Path.cwd())
+    recipe = _build(converted.document, Path.cwd())
+    for problem in idle_settings(recipe, converted.document, converted.document):
+        logger.warning("%s", converted.document.error([problem]))
+    return recipe
 
 
 def _is_remote(document: Document) -> bool:
@@ -253,7 +282,8 @@ def read(
 
     Raises ``RecipeError``: with all validation errors.
     """
-    return _build(override(Recipe, Document(data), overrides), base)
+    stated = Document(data) if isinstance(data, Mapping) else None
+    return _build(override(Recipe, Document(data), overrides), base, stated)
 
 
 def read_object(arguments: object, overrides: Mapping[str, object]) -> Recipe:
@@ -309,10 +339,12 @@ def _without_gone(document: Document) -> Document:
     return replace(document, data=data)
 
 
-def _build(document: Document, base: Path) -> Recipe:
+def _build(document: Document, base: Path, stated: Document | None = None) -> Recipe:
+    """The recipe of ``document``, of which a user has ``stated`` some."""
     document = _without_gone(document)
     recipe = schema.read(Recipe, document.data, fail=document.error, names=_names)
     problems = [problem for rule in RULES for problem in rule(recipe)]
+    problems += idle_settings(recipe, document, stated)
     problems += recipe.method.problems(recipe.model)
     problems += recipe.stage.problems(recipe.data, recipe.parallel)
     if problems:
@@ -433,33 +465,12 @@ def the_best_is_known_by_an_evaluation_metric(recipe: Recipe) -> Iterator[Proble
         yield Problem(("train", "metric_for_best_model"), message)
 
 
-def settings_of_four_bits_need_four_bits(recipe: Recipe) -> Iterator[Problem]:
-    """Nothing else has a type of its bits, or scales to quantize once more."""
-    model, default = recipe.model, ModelSection(path="")
-    if model.quantization_bit != 4:
-        for name in ("quantization_type", "double_quantization"):
-            if getattr(model, name) != getattr(default, name):
-                yield Problem(("model", name), "has no effect unless model.quantization_bit is 4")
-
-
 def rolling_back_needs_checkpoints(recipe: Recipe) -> Iterator[Problem]:
     """``on_nan: rollback`` loads a checkpoint, so the run must save some."""
     saves = recipe.checkpoint
     saved = saves.save_steps or saves.save_minutes or saves.save_epoch
     if recipe.train.on_nan == "rollback" and not saved:
         yield Problem(("train", "on_nan"), "rollback needs checkpoints; set checkpoint.save_steps")
-
-
-def rounding_needs_bfloat16_weights(recipe: Recipe) -> Iterator[Problem]:
-    """Weights of other types are never rounded."""
-    optim = recipe.optim
-    setting = schema.settings(type(optim)).get("bf16_weights")  # some optimizers have no choice
-    if setting is None or recipe.model.dtype == "bfloat16":
-        return
-    if optim.bf16_weights != setting.default:
-        name = schema.variant_name(OPTIMIZERS, optim)
-        message = "has no effect unless model.dtype is bfloat16"
-        yield Problem(("optim", name, "bf16_weights"), message)
 
 
 def float8_needs_whole_matrices(recipe: Recipe) -> Iterator[Problem]:
@@ -491,9 +502,7 @@ RULES: list[Rule] = [
     evaluating_needs_data,
     best_needs_evaluations,
     the_best_is_known_by_an_evaluation_metric,
-    settings_of_four_bits_need_four_bits,
     rolling_back_needs_checkpoints,
-    rounding_needs_bfloat16_weights,
     float8_needs_whole_matrices,
     noise_needs_whole_rows,
 ]

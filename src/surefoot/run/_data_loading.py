@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import count
 
+from ..data.example import Example
 from ..data.order.loader import Loader, for_device
 from ..data.order.micro_batches import Batching, Collation
+from ..data.rows.catalog import Catalog
+from ..data.rows.rows import read_rows
+from ..data.section import MediaSection
 from ..data.text.codec import Codec
 from ..data.text.collation import num_trained
 from ..data.text.preview import as_line
@@ -21,7 +27,7 @@ from ..errors import DataError, counted
 from ..model.loading import device
 from ..parallel.section import launched
 from ..parallel.world import World
-from ..training.windows import num_steps
+from ..training.windows import num_steps, remarks
 from ._encoder_worker import POLL_SECONDS
 from .parts import RunParts
 
@@ -31,8 +37,12 @@ logger = logging.getLogger(__name__)
 def open_data(parts: RunParts, world: World) -> tuple[AnyData, AbstractContextManager[object]]:
     """The datasets of a run, and the worker that must run while they are read."""
     with world.main_first():
+        for remark in _remarks_on_text(parts):
+            logger.warning("%s", remark)
         if parts.data.streaming:
             check_windows(parts, None, world)
+            for remark in remarks(parts.train, parts.optim, None, parts.train.max_steps):
+                logger.warning("%s", remark)
             return stream_data(parts)
         data = prepare(parts.encoding)
     for line in data.report.lines():  # such as those of dropped rows
@@ -44,9 +54,28 @@ def open_data(parts: RunParts, world: World) -> tuple[AnyData, AbstractContextMa
             "the run is not evaluated while it trains; set train.eval_epoch: true, or run "
             "`surefoot eval` on it later"
         )
-    for remark in parts.stage.remarks(data.train):
+    per_epoch = -(-len(data.train) // train.global_batch_size)
+    per_epoch *= parts.stage.passes * parts.stage.mini_batches
+    total = num_steps(train, per_epoch)
+    of_settings = remarks(train, parts.optim, len(data.train), total)
+    if parts.data.media != MediaSection() and not data.has_pictures:
+        logger.warning("data.media: no row has a picture, so it changes nothing")
+    for remark in (*parts.stage.remarks(data.train), *of_settings):
         logger.warning("%s", remark)
     return data, nullcontext()
+
+
+def _remarks_on_text(parts: RunParts) -> Iterator[str]:
+    """The datasets of conversations, where a stage trains on whole texts."""
+    for name in () if parts.stage.uses_template else parts.data.datasets:
+        entry = Catalog(parts.data).entry(str(name))
+        first = next(read_rows(entry, replace(parts.data, max_samples=1)), None)
+        if isinstance(first, Example) and first.text is None and first.token_ids is None:
+            yield (
+                f"{entry.name}: its rows are conversations, and this stage trains on their turns "
+                "joined by line breaks, prompts too, without a chat template; stage: sft trains on "
+                "the responses"
+            )
 
 
 def log_example(codec: Codec, data: AnyData) -> None:

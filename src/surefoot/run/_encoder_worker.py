@@ -91,7 +91,7 @@ def main(recipe: Path) -> int:
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICE)
     try:
-        encode_datasets(read_encoding(load(recipe)))
+        encode_datasets(read_encoding(load(recipe, is_saved=True)))
     except SurefootError as error:
         recipe.with_name(ERROR).write_text(str(error), encoding="utf-8")
         return 2

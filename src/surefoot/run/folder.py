@@ -29,6 +29,7 @@ from ..checkpoint.verification import (
 from ..data.order.micro_batches import fitting_micro_batch
 from ..errors import CheckpointError, RunError, SurefootError, explain
 from ..extensions import Extended
+from ..log import fell_back
 from ..model.base_identity import is_new
 from ..parallel.section import launched
 from ..parallel.world import ALONE, World
@@ -92,7 +93,8 @@ def opened(recipe: Recipe, world: World = ALONE) -> Iterator[RunFolder]:
     run, or not all ranks see it, ``StoreError`` if ``output_dir`` is a URL that cannot be used."""
     folder = recipe.train.folder
     if world.is_main:
-        _must_take_writes(folder, is_cache=isinstance(recipe.train.output_dir, Address))
+        is_cache = isinstance(recipe.train.output_dir, Address)
+        _must_take_writes(folder, is_cache=is_cache, shares=recipe.checkpoint.share_unchanged)
     with _locked(folder) if world.is_main else nullcontext():
         _must_be_shared(folder, world)
         run = RunFolder(folder)
@@ -105,13 +107,16 @@ def opened(recipe: Recipe, world: World = ALONE) -> Iterator[RunFolder]:
         yield run
 
 
-def _must_take_writes(folder: Path, *, is_cache: bool) -> None:
+def _must_take_writes(folder: Path, *, is_cache: bool, shares: bool) -> None:
     """Refuse a bucket that is mounted as a folder to which a file can only be streamed,
     before the model is loaded. Appends to metrics and launches would be lost there silently,
     and the first save would fail."""
     try:
         make_folder(folder)
-        try_writes(folder)
+        if not try_writes(folder) and shares:
+            what = "checkpoint.share_unchanged: every checkpoint has all its files for itself"
+            why = f"the disk of {folder} has neither clones nor hard links"
+            fell_back(what, why, "takes more disk, and more time to save", logging.INFO)
     except OSError as error:
         if error.errno not in (errno.ESPIPE, *NO_LOCKS):
             raise RunError(
@@ -172,11 +177,8 @@ def _locked(folder: Path) -> Iterator[None]:
     )
     with folder_lock:
         if not folder_lock.is_real:
-            logger.warning(
-                "%s: this file system has no locks, so a second process that trains in the same "
-                "folder is not noticed; start only one",
-                folder,
-            )
+            cost = "does not notice a second process that trains in it; start only one"
+            fell_back(f"{folder} is not locked", "this file system has no locks", cost)
         yield
 
 

@@ -23,6 +23,7 @@ from ..data.text.collation import collate
 from ..data.training_data import AnyData, Encoding
 from ..errors import RecipeError
 from ..generate.section import GenerateSection
+from ..log import fell_back
 from ..model.base_identity import BaseModel
 from ..model.config import read_config
 from ..model.numerics import choose, replaced
@@ -212,7 +213,8 @@ class RunParts:
     def _refuse(self, world: World) -> None:
         """Raise what is known to be wrong with the models; no weights are read."""
         if why := replaced(self.train.precision):
-            logger.warning("%s", why)
+            what = "train.precision: fp16 is computed in fp32 on a CPU"
+            fell_back(what, why, "takes the memory of fp32")
         models, policy = self.models, self.models.policy
         separate = [role for role, m in self.stage.auxiliary.items() if m.model is not None]
         refuse_early(

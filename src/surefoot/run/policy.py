@@ -18,6 +18,7 @@ from torch import nn
 
 from ..batch import StepRunner
 from ..data.text.codec import Codec
+from ..errors import counted
 from ..model import packed_attention, packed_kernels, products
 from ..model.isolation import select_prompt_sharing
 from ..model.loading import device, training_dtype
@@ -26,6 +27,7 @@ from ..model.section import ModelSection
 from ..model.weight_matrices import is_added
 from ..network.network import Network
 from ..network.open import open_network
+from ..optim.blocks import LONG
 from ..parallel.progress import wait_for_ranks
 from ..parallel.world import World
 from ..training.callback import Kernels, TrainerState
@@ -109,6 +111,14 @@ def build_learner(
 ) -> Learner:
     """The policy with its optimizer."""
     world, trained = policy.world, policy.trained(parts.optim)
+    every, seen = (frozenset[str]().union(*policy.blocks.turns(n)) for n in (LONG, state.max_steps))
+    if never := every - seen:
+        logger.warning(
+            "%s of %d, such as %s, are in no block that the %s of the run train; lower "
+            "switch_interval of the method, or train longer",
+            *(counted(len(never), "tensor"), len(every), min(never)),
+            counted(state.max_steps, "step"),
+        )
     run_window: StepRunner = partial(policy.forward_backward, spec=parts.stage.spec)
     step = Step(
         trained.optimizer,

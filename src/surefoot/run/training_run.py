@@ -30,7 +30,7 @@ from ..storage.files import raising, read_json, write_aside
 from ..storage.memory import allocator_message, is_out_of_memory
 from ..training.callback import Record, TrainerCallback, TrainerState, made
 from ..training.callbacks.metric_files import METRICS, restore
-from ..training.evaluation import EVALUATION, speeds
+from ..training.evaluation import EVALUATION, check_metric, first_window, speeds
 from ..training.trainer import Trainer
 from ..training.views import Shown
 from ._launch import recorded
@@ -279,6 +279,7 @@ def _fit(trainer: Trainer, *, tries_heaviest: bool = False) -> Outcome:
     with trainer.stop, explain_rank_loss, explain_out_of_memory(trainer):
         if tries_heaviest:
             trainer.try_heaviest()
+        _must_have_metric(trainer)
         trainer.fit()
         _must_be_saved(trainer)
         finish(trainer)
@@ -330,6 +331,19 @@ def _is_finished(trainer: Trainer) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(results, dict) and results.get("global_step") == trainer.state.global_step
+
+
+def _must_have_metric(trainer: Trainer) -> None:
+    """Raise ``RunError`` before the first step if evaluations would have no
+    ``metric_for_best_model``: an evaluation of one window has all names, also those of a loss of
+    the user's own. A stage that samples would take long for it, and has its own names."""
+    section, evaluation = trainer.section, trainer.evaluation
+    is_used = section.eval_steps or section.eval_minutes or section.eval_epoch
+    is_sure = section.metric_for_best_model == "eval_loss" or trainer.stage.max_new_tokens
+    name, log = section.metric_for_best_model, trainer.state.log_history
+    if trainer.evals and is_used and not is_sure and not any(name in record for record in log):
+        sets = {n: first_window(x, evaluation.window_size) for n, x in trainer.evals.items()}
+        check_metric(name, trainer.measure(sets, "eval"))
 
 
 def _must_be_saved(trainer: Trainer) -> None:

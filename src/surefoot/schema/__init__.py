@@ -5,13 +5,14 @@ declared as ``Annotated[Protocol, Variants(CHOICES)]`` and written ``name`` or
 ``{name: {settings}}``. That dict is the only registry.
 """
 
-from ._problem import Problem, dotted, must
+from ._problem import Problem, dotted, idle, must
 from ._reading import expand, json_schema, read, recipe_error, write, write_setting
 from ._setting import (
     FREE,
     OF_EVALUATIONS,
     Keys,
     MayChange,
+    Needs,
     SameRows,
     Setting,
     Unset,
@@ -32,6 +33,7 @@ __all__ = [
     "OF_EVALUATIONS",
     "Keys",
     "MayChange",
+    "Needs",
     "Problem",
     "SameRows",
     "Setting",
@@ -41,6 +43,7 @@ __all__ = [
     "describe",
     "dotted",
     "expand",
+    "idle",
     "is_section",
     "is_text",
     "json_schema",

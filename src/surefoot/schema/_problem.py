@@ -7,12 +7,23 @@ import difflib
 import json
 import re
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 from pydantic_core import ErrorDetails
 
-from ._setting import Keys, Setting, describe, paths, setting_at, settings
+from ._setting import (
+    Keys,
+    Setting,
+    describe,
+    is_section,
+    paths,
+    setting_at,
+    settings,
+    variant_name,
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +64,33 @@ def dotted(path: Keys) -> str:
 def _word(key: str) -> str:
     """A key for a message: unchanged, or quoted if it would be invisible."""
     return key if key.strip() == key != "" and key.isprintable() else repr(key)
+
+
+def idle(root: object, is_said: Callable[[Keys, Sequence[Keys]], bool]) -> Iterator[Problem]:
+    """The settings under the section ``root`` that do nothing, as none of the others that they need
+    has the value for it (``Needs``). ``is_said`` gets the path of one and those of the others, and
+    returns whether it is meant."""
+    yield from _idle(root, root, (), is_said)
+
+
+def _idle(
+    root: object, section: Any, path: Keys, is_said: Callable[[Keys, Sequence[Keys]], bool]
+) -> Iterator[Problem]:
+    cls: type = type(section)
+    for name, setting in settings(cls).items():
+        value, here, needs = getattr(section, name), (*path, name), setting.needs
+        if is_section(value):
+            variant = (variant_name(setting.choices, value),) if setting.choices else ()
+            yield from _idle(root, value, (*here, *variant), is_said)
+        if needs is None or value == setting.default:
+            continue
+        others = needs.paths(path)
+        holders = [section if way[:-1] == path else root for way in others]
+        keys = [way[-1:] if way[:-1] == path else way for way in others]
+        values = (attrgetter(".".join(map(str, k)))(h) for k, h in zip(keys, holders, strict=True))
+        if not any(map(needs.is_met, values)) and is_said(here, others):
+            names = " or ".join(map(dotted, others))
+            yield Problem(here, f"has no effect unless {names} {needs}; set that, or leave it out")
 
 
 _NO_NAMES: Mapping[str, str] = {}

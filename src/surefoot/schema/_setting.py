@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import math
 import textwrap
 import types
 import typing
@@ -84,6 +85,39 @@ class SameRows:
 
 
 @dataclass(frozen=True)
+class Needs:
+    """Marks a setting that does nothing unless another one has one of ``values``, or, without any,
+    is on. ``name`` is a setting of the same section, or a path from the root; of several names, one
+    is enough. A type among ``values`` is any value of it."""
+
+    name: str | tuple[str, ...]
+    values: tuple[object, ...] = ()
+    above: float = -math.inf  # of a number, or the length of a list, what is on
+
+    def paths(self, section: Keys) -> list[Keys]:
+        """Where the other settings are, for a setting in ``section``."""
+        names = (self.name,) if isinstance(self.name, str) else self.name
+        return [tuple(name.split(".")) if "." in name else (*section, name) for name in names]
+
+    def is_met(self, value: object) -> bool:
+        """Whether ``value`` lets the setting do something."""
+        if self.values:
+            kinds = tuple(each for each in self.values if isinstance(each, type))
+            return value in self.values or isinstance(value, kinds)
+        size = len(value) if isinstance(value, tuple) else value
+        return bool(size) and not (isinstance(size, int | float) and size <= self.above)
+
+    def __str__(self) -> str:
+        """What the other one must be, in words."""
+        words = {None: "unset", True: "true", False: "false"}
+        kinds = [WORDS[each][0] for each in self.values if isinstance(each, type)]
+        others = [words.get(v, str(v)) for v in self.values if not isinstance(v, type)]  # type: ignore[call-overload]
+        if self.values:
+            return f"is {' or '.join(kinds + others)}"
+        return "is set" if self.above < 0 else f"is more than {self.above:g}"
+
+
+@dataclass(frozen=True)
 class Setting:
     """One field of a section, for readers, writers and the reference pages."""
 
@@ -96,11 +130,16 @@ class Setting:
     section: type | None = None  # set if it holds a section
     may_change: MayChange | None = None  # set if it may differ when a run is resumed
     same_rows: SameRows | None = None
+    needs: Needs | None = None  # set if it does nothing without another one
 
     @property
     def doc(self) -> str:
-        """The string below it in the source, as one line of Markdown."""
-        return documentation(self.owner).get(self.name, "")
+        """The string below it in the source, as one line of Markdown, and what it needs."""
+        text = documentation(self.owner).get(self.name, "")
+        if self.needs is None:
+            return text
+        names = [self.needs.name] if isinstance(self.needs.name, str) else self.needs.name
+        return f"{text} Only where {' or '.join(f'`{name}`' for name in names)} {self.needs}."
 
     @property
     def is_required(self) -> bool:
@@ -162,6 +201,7 @@ def _setting(field: dataclasses.Field[Any], hint: object, owner: type) -> Settin
     marks: dict[str, Any] = {
         "may_change": _mark(hint, MayChange),
         "same_rows": _mark(hint, SameRows),
+        "needs": _mark(hint, Needs),
     }
     if (variants := _mark(hint, Variants)) is not None:
         choices = variants.choices

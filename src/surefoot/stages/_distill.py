@@ -15,7 +15,7 @@ from ..data.text.collation import collate, num_trained, with_token_columns
 from ..generate.section import GenerateSection, sampling
 from ..generate.servers import SAMPLERS, Engine, Sampler
 from ..parallel.section import ParallelSection
-from ..schema import FREE, Problem, Variants, must
+from ..schema import FREE, Needs, Problem, Variants, must
 from ..schema.locations import ModelPath
 from ..training.stage import AuxiliaryModel, Prepared, Stage, StageContext
 from ._rules import check_sampler, check_temperature, must_not_shard
@@ -48,7 +48,7 @@ class Distill(Stage):
     """What is minimized at each token. ``forward_kl`` is KL(teacher || student): the student covers
     everything that the teacher may say. ``reverse_kl`` is KL(student || teacher): the student says
     only what the teacher may say. ``jsd`` is between both, and bounded."""
-    beta: float = 0.5
+    beta: Annotated[float, Needs("divergence", ("jsd",))] = 0.5
     """``jsd`` only: the share of the teacher in the mixture that both are compared with. Near 0 it
     behaves like ``forward_kl``, near 1 like ``reverse_kl``."""
     temperature: float = 1.0
@@ -60,9 +60,9 @@ class Distill(Stage):
     each step (``lambda`` of GKD). 0: none, 1: all."""
     max_new_tokens: int = 0
     """Longest response of the student in tokens; needed with ``on_policy``."""
-    sampling_temperature: float = 1.0
+    sampling_temperature: Annotated[float, Needs("on_policy")] = 1.0
     """Temperature with which the student samples its responses."""
-    sampling_batch_size: int = 32
+    sampling_batch_size: Annotated[int, Needs("on_policy")] = 32
     """Prompts per batch of one rank when the engine samples responses."""
     sampler: Annotated[Sampler, Variants(SAMPLERS), FREE] = Engine()
     """Where responses are sampled in training: by Surefoot's own ``engine``, or by a server

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from ..batch import Batch, Divergence, Loss, Outputs, OutputSpec
 from ..data.example import Encoded, Example
 from ..data.section import DataSection
 from ..data.text.ranking import not_to_imitate
 from ..parallel.section import ParallelSection
-from ..schema import Problem, must
+from ..schema import Needs, Problem, must
 from ..training.losses import negative_log_likelihood, weighted_likelihood, with_perplexity
 from ..training.stage import AuxiliaryModel, Stage
 from ._rules import REFERENCE, must_not_shard
@@ -35,9 +35,9 @@ class SFT(Stage):
     model's next token, so that what it is sure of moves it less. ``asft`` (arXiv:2509.23753) is
     ``dft`` with a divergence that holds the model near the one before the first step.
     """
-    eaft_alpha: float = 1.0
+    eaft_alpha: Annotated[float, Needs("loss_type", ("eaft",))] = 1.0
     """``eaft`` only: the exponent of the weights; 0 is ``cross_entropy``."""
-    asft_alpha: float = 0.1
+    asft_alpha: Annotated[float, Needs("loss_type", ("asft",))] = 0.1
     """``asft`` only: the weight of the divergence, KL(model before the first step || model)."""
     label_smoothing_factor: float = 0.0
     """Label smoothing: the target probability of each token is ``1 - factor``, and the rest is

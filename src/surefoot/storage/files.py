@@ -369,9 +369,10 @@ def write_aside(path: Path, data: bytes) -> None:
             os.unlink(aside)  # of that name nothing is left after the rename
 
 
-def try_writes(folder: Path) -> None:
+def try_writes(folder: Path) -> bool:
     """Overwrite the middle of a file in ``folder``, append to it and rename it, as a run does.
-    Raises ``OSError``, also if what was written is not there."""
+    Returns whether files can share what they contain (``share``). Raises ``OSError``, also if what
+    was written is not there."""
     path = folder / f".try.{secrets.token_hex(4)}"
     renamed = path.with_suffix(".part")
     try:
@@ -384,6 +385,7 @@ def try_writes(folder: Path) -> None:
             if (content := read_all(file, 64)) != b"aBcd\n":
                 why = f"{content!r} is read in place of what was written"
                 raise OSError(errno.ESPIPE, why, str(path))
+        return share(renamed, path)
     finally:
         for left in (path, renamed):
             with contextlib.suppress(OSError):

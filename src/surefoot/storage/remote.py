@@ -169,12 +169,14 @@ def offline_setting(environment: Mapping[str, str] = os.environ) -> str | None:
     return None
 
 
+DOWNLOAD = "or run `surefoot download RECIPE` on a machine with a network, and copy what it prints"
+
+
 def check_online(what: str) -> None:
     """Raises ``HubError`` if a variable forbids the network."""
     if (name := offline_setting()) is not None:
         raise HubError(
-            f"{what} is not on this machine, and {name} is set; unset {name}, or download it on a "
-            "machine with a network"
+            f"{what} is not on this machine, and {name} is set; unset {name}, {DOWNLOAD}"
         )
 
 

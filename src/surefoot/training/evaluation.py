@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -148,11 +148,7 @@ def record_evaluation(
     state.log_history.append(record)
     callbacks.emit("on_log", logs=record)
     name = section.metric_for_best_model
-    if name not in metrics:
-        raise RunError(
-            f"train.metric_for_best_model: no metric {name!r}; "
-            f"expected one of {', '.join(sorted(metrics))}"
-        )
+    check_metric(name, metrics)
     best = state.best_metric
     if is_better(metrics[name], state.best_metric, greater=section.is_greater_better):
         state.best_metric, state.best_global_step = metrics[name], state.global_step
@@ -160,6 +156,22 @@ def record_evaluation(
     schedule, greater = callbacks.args.learner.step.schedule, section.is_greater_better
     schedule.evaluated(name, metrics[name], state.global_step, greater=greater)
     callbacks.emit_evaluated(metrics, best)
+
+
+def check_metric(name: str, metrics: Mapping[str, float]) -> None:
+    """Raise ``RunError`` if evaluations have no metric with the ``name`` of
+    ``metric_for_best_model``."""
+    if name not in metrics:
+        raise RunError(
+            f"train.metric_for_best_model: no metric {name!r}; "
+            f"expected one of {', '.join(sorted(metrics))}"
+        )
+
+
+def first_window(held_out: EvaluationSet, size: int) -> EvaluationSet:
+    """The examples of the first window of ``size``, for a look at what an evaluation gives."""
+    items = windows_of(len(held_out.examples), size)[EVALUATION, 0]
+    return replace(held_out, examples=[held_out.examples[int(item)] for item in items])
 
 
 def is_better(new: float, old: float | None, *, greater: bool, by: float = 0.0) -> bool:

@@ -13,13 +13,14 @@ from pydantic import BeforeValidator
 from ..checkpoint.disk.retention import more_is_better
 from ..errors import RecipeError
 from ..extensions import Extended
-from ..schema import FREE, OF_EVALUATIONS, MayChange, Unset, Variants, must
+from ..schema import FREE, OF_EVALUATIONS, MayChange, Needs, Unset, Variants, must
 from ..storage.remote import Address, default_cache, is_repository_name
 
 _HALF_A_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(/|$)")  # as a path, s3:// has lost a slash
 
 CALLBACKS: Extended[type[Any]] = Extended("callbacks", {})  # dataclasses, each a TrainerCallback
 TrackerName = Literal["tensorboard", "trackio", "wandb", "mlflow", "swanlab"]
+EVALUATES = Needs(("train.eval_steps", "train.eval_minutes", "train.eval_epoch"))
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _COUNTS = ("max_steps", "log_steps", "eval_steps", "early_stopping_patience")
 
@@ -38,11 +39,11 @@ class TrainSection:
     output_dir: Annotated[Address | Path, FREE]  # a URL first: any text is a path
     """Folder of the run: checkpoints, ``metrics.jsonl``, ``recipe.yaml``. Relative to the current
     folder; or the URL of a folder in a store (``s3://bucket/run``, ``gs://…``)."""
-    cache_dir: Annotated[Path | None, FREE] = None
+    cache_dir: Annotated[Path | None, FREE, Needs("output_dir", (Address,))] = None
     """The local folder of runs with a URL; unset, ``surefoot/runs`` in the user's cache folder
     (``XDG_CACHE_HOME``, or ``~/.cache``).
     """
-    num_epochs: Annotated[float, MayChange(is_schedule=True)] = 3.0
+    num_epochs: Annotated[float, MayChange(is_schedule=True), Needs("max_steps", (None,))] = 3.0
     """Passes over the training examples; ``max_steps`` has precedence."""
     max_steps: Annotated[int | None, MayChange(is_schedule=True)] = None
     """Optimizer steps to train for."""
@@ -74,7 +75,7 @@ class TrainSection:
     """When a step does not fit in memory: split it into smaller micro-batches, repeat it and
     continue with that size (on a mesh, all ranks start again with it), or stop.
     """
-    max_skipped_steps: Annotated[int, FREE] = 10
+    max_skipped_steps: Annotated[int, FREE, Needs("on_nan", ("skip", "rollback"))] = 10
     """With ``on_nan: skip``, stop the run at more skipped steps than this, counted from its
     start."""
     log_steps: Annotated[int | None, FREE] = 10
@@ -89,9 +90,9 @@ class TrainSection:
     """Evaluate every this many minutes."""
     eval_epoch: Annotated[bool, OF_EVALUATIONS] = False
     """Evaluate at the end of every epoch."""
-    metric_for_best_model: Annotated[str, OF_EVALUATIONS] = "eval_loss"
+    metric_for_best_model: Annotated[str, OF_EVALUATIONS, EVALUATES] = "eval_loss"
     """Metric by which the best checkpoint is chosen."""
-    greater_is_better: Annotated[bool | None, OF_EVALUATIONS] = None
+    greater_is_better: Annotated[bool | None, OF_EVALUATIONS, EVALUATES] = None
     """Whether greater values of that metric are better; unset, they are unless its name ends in
     ``loss`` or ``perplexity``.
     """
@@ -99,7 +100,7 @@ class TrainSection:
     """End with the weights of the best checkpoint; evaluated steps are then always saved."""
     early_stopping_patience: Annotated[int | None, FREE] = None
     """Stop after this many evaluations without a better metric."""
-    early_stopping_threshold: Annotated[float, FREE] = 0.0
+    early_stopping_threshold: Annotated[float, FREE, Needs("early_stopping_patience")] = 0.0
     """By how much a metric must be better to count for early stopping."""
     callbacks: tuple[Annotated[object, Variants(CALLBACKS)], ...] = ()
     """Callbacks that installed plugins add, called after those of Surefoot; ``surefoot plugins``
@@ -112,9 +113,9 @@ class TrainSection:
     ``pip install -e '.[wandb]'`` in the clone of Surefoot, and so on; ``none`` is the same as none
     of them.
     """
-    report_offline: Annotated[bool, FREE] = False
+    report_offline: Annotated[bool, FREE, Needs("report_to")] = False
     """Trackers write files only, and send nothing."""
-    project: Annotated[str | None, FREE] = None
+    project: Annotated[str | None, FREE, Needs("report_to")] = None
     """Project of the run in trackers; unset, what the tracker's own environment variable says
     (``WANDB_PROJECT``, ``MLFLOW_EXPERIMENT_NAME`` …), or surefoot."""
     run_name: Annotated[str | None, FREE] = None
@@ -128,11 +129,13 @@ class TrainSection:
     """Repository on Hugging Face, ``owner/name``, to which the run is uploaded in the background;
     see ``surefoot push``. A failure is reported, and does not stop the run.
     """
-    hub_strategy: Annotated[Literal["end", "every_save", "all_checkpoints"], FREE] = "end"
+    hub_strategy: Annotated[
+        Literal["end", "every_save", "all_checkpoints"], FREE, Needs("push_to_hub")
+    ] = "end"
     """When to upload: the result at the end of the run; after every save; or after every save with
     all checkpoints and their states.
     """
-    hub_private_repo: Annotated[bool, FREE] = True
+    hub_private_repo: Annotated[bool, FREE, Needs("push_to_hub")] = True
     """Create that repository as a private one."""
 
     def __post_init__(self) -> None:

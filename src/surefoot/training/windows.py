@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -22,11 +22,14 @@ from ..data.order.micro_batches import Batching
 from ..data.store.cache import num_tokens
 from ..errors import RecipeError, RunError, counted
 from ..model.numerics import derive
+from ..optim.optimizer import Optimizer
+from ..schema import Unset
 from .out_of_memory import MemoryGuard
 from .section import TrainSection
 from .stage import Stage, StageContext
 
 Place = tuple[int, int]  # of a window: epoch, and index in it
+MOST_RATE = 0.1  # of any optimizer here
 MAX_EMPTY = 100  # windows in a row without anything to train on, where an epoch has no length
 
 
@@ -245,6 +248,36 @@ def num_steps(section: TrainSection, steps_per_epoch: int | None) -> int:
             "before all of the data is encoded; set it, or run `surefoot encode` first"
         )
     return math.ceil(section.num_epochs * steps_per_epoch)
+
+
+def remarks(
+    train: TrainSection, optim: Optimizer, num_examples: int | None, num_steps: int | None
+) -> Iterator[str]:
+    """What of a batch, a warmup and a rate the data or the run cannot use, and what to do; None:
+    not known yet."""
+    size, rate, warmup = train.global_batch_size, optim.learning_rate, optim.warmup_steps or 0
+    is_set = not isinstance(size, Unset)
+    if num_examples is not None and size > num_examples and is_set:
+        yield (
+            f"train.global_batch_size: {size:,} is more than there is to train on, so each step "
+            f"has all {counted(num_examples, 'example')}; set {num_examples} or less"
+        )
+    if num_steps is not None and warmup > num_steps:
+        yield (
+            f"optim: warmup_steps {warmup:,} is more than the {counted(num_steps, 'step')} of the "
+            f"run, so learning_rate {rate:g} is never reached; set less, or raise train.max_steps"
+        )
+    every, patience = train.eval_steps, train.early_stopping_patience
+    if num_steps is not None and patience and every and patience >= num_steps // every:
+        yield (
+            f"train.early_stopping_patience: {patience} evaluations without a better metric are "
+            f"not among the {num_steps // every} of the run, so nothing stops it; set less"
+        )
+    if rate > MOST_RATE:
+        yield (
+            f"optim: learning_rate {rate:g} is far above usual ones, 1e-6 to 0.05: a model "
+            "forgets what it knows in a few steps; set a smaller one"
+        )
 
 
 def windows_of_run(loader: Loader, section: TrainSection, stage: Stage) -> dict[Place, Index]:

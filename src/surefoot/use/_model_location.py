@@ -167,7 +167,7 @@ def _with_recipe(folder: Path) -> ModelLocation:
     if not path.is_file():
         return ModelLocation(folder, is_adapter)
     try:
-        return ModelLocation(folder, is_adapter, load(path))
+        return ModelLocation(folder, is_adapter, load(path, is_saved=True))
     except RecipeError as error:
         logger.warning(
             "the recipe beside the weights cannot be read, so its system message and its generate "

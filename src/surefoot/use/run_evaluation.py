@@ -22,6 +22,7 @@ from ..data.text.templates import section_template
 from ..errors import CheckpointError, ModelError, RunError, counted, installation
 from ..generate.generation import Ids, Sample, room
 from ..generate.responses import Decode, decoder, pictures_of
+from ..log import fell_back
 from ..model.numerics import autocast
 from ..network.network import Network
 from ..parallel.section import ParallelSection
@@ -192,9 +193,11 @@ def parts_of_start(
     with world.main_first():  # which downloads
         try:
             return RunParts.to_measure(recipe, parallel)
-        except ModelError:
+        except ModelError as error:
             if is_needed:
                 raise
+            what = "the rows to evaluate on are those with trained tokens in this model's own words"
+            fell_back(what, str(error), "may drop others than in training")
             return None
 
 

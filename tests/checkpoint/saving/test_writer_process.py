@@ -109,7 +109,7 @@ def test_a_save_whose_writer_cannot_be_started_is_synchronous(
     saved = background.save(job, live)
     assert verify(saved.path, full=True).ok
     assert background.is_off
-    assert "asynchronous saves are off (cannot start the writer process" in caplog.text
+    assert "training wait for every save: cannot start the writer process" in caplog.text
 
 
 def test_a_writer_that_died_between_two_saves_is_replaced(tmp_path, background):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import logging
 import stat
 import time
 from collections import Counter
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from ...errors import CheckpointError
 from ...extensions import Extended
+from ...log import fell_back
 from ...storage import files
 from ...storage.folder_lock import lock
 from ...storage.remote import Address
@@ -241,9 +241,6 @@ def state_of(checkpoint: CheckpointFolder) -> TrainerStateFile:
         return TrainerStateFile()
 
 
-logger = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True)
 class PruneOptions:
     """The retention policy, and the metric of the best checkpoints."""
@@ -292,10 +289,10 @@ def untrained(folder: Path) -> Iterator[None]:
     )
     with run_lock:
         if not run_lock.is_real:
-            logger.warning(
-                "%s: this file system has no locks, so a process that trains there is not "
-                "noticed; prune only when none does",
-                folder,
+            fell_back(
+                f"{folder} is pruned without its lock",
+                "this file system has none",
+                "does not notice a process that trains there; prune only when none does",
             )
         if saving := [line for line in list_run(folder) if line.is_being_written]:
             raise CheckpointError(

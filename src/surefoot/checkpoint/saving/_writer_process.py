@@ -26,6 +26,7 @@ import torch
 import surefoot
 
 from ...errors import STOP_SIGNALS, CheckpointError
+from ...log import fell_back
 from ...parallel.progress import wait_for_ranks
 from ...storage.folder_lock import StallWatch, state_of
 from ..disk.commit import clean, parts_of
@@ -76,7 +77,7 @@ class Background:
                 why = str(error)
             else:
                 return None
-            logger.warning("asynchronous saves are off (%s): training waits for every save", why)
+            fell_back("asynchronous saves are off", why, "makes training wait for every save")
             self.is_off = True
         while True:  # all ranks of a joint save write again if one has failed
             is_last = job.nonce is None or job.attempt + 1 >= MOST_ATTEMPTS
@@ -325,8 +326,10 @@ def pin(arena: SnapshotBuffer) -> bool:
     """Pin the buffer's pages for direct copies from GPUs; if that fails, copies are slower."""
     # In place: pin_memory() would copy into memory of its own, which
     # the writer process does not map.
-    if int(_runtime().cudaHostRegister(_address(arena), arena.size, 0)) == 0:
+    if (code := int(_runtime().cudaHostRegister(_address(arena), arena.size, 0))) == 0:
         return True
+    what, why = "the snapshot of a save is not in pinned memory", f"cudaHostRegister gave {code}"
+    fell_back(what, why, "makes its copy from the GPU slower, for which training waits")
     # CUDA keeps the error, and torch would raise it at the next kernel, in the middle of training.
     with contextlib.suppress(RuntimeError):
         torch.zeros((), device="cuda")

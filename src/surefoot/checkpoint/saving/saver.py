@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Literal, Protocol
 
 from ...errors import CheckpointError
+from ...log import fell_back
 from ...storage import files
 from ...storage.folder_lock import FolderIdentity, FolderLock, lock
 from ..disk import retention
@@ -184,11 +185,9 @@ class AsyncSaver:
         """Log before the first save if a snapshot of so many bytes will not fit in memory; saves
         then write the state directly, and the loop waits for them."""
         if self.in_background and (why := lacks_room(num_bytes)):
-            logger.warning(
-                "a snapshot of the state will not fit in main memory (%s): training will wait for "
-                "every save; free some memory, or set checkpoint.async_save: false",
-                why,
-            )
+            what = "a snapshot of the state will not fit in main memory"
+            cost = "will make training wait for every save; free some memory, or set "
+            fell_back(what, why, cost + "checkpoint.async_save: false")
 
     def save(
         self,

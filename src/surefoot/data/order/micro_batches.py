@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import cache
 from typing import Protocol
 
 import numpy as np
 
 from ...batch import IGNORE_INDEX, Batch, Features, Window
 from ...errors import DataError
+from ...log import fell_back
 from ..data_order import Index
 from ..media.batch_media import BatchMedia, has_pictures
 from ..store.cache import num_tokens
@@ -59,6 +61,12 @@ class Sharing(Protocol):
         """So it has been checked."""
 
 
+@cache
+def _say_unshared() -> None:
+    why = "in packed rows of this model, responses that share one are not proven to be right"
+    fell_back("the prompt of several responses is computed for each", why, "takes longer")
+
+
 @dataclass(frozen=True)
 class Collation:
     """How examples become a batch, wherever one is made: to train, to evaluate, to precompute a
@@ -86,6 +94,8 @@ class Collation:
             features = self.media.complete(features)
         collated = self.collate(features, packing=self.packing)
         if self.sharing is not None and not self.sharing.is_proven:
+            if collated.branches is not None:
+                _say_unshared()
             collated = unshared(collated)
         return collated if self.media is None else self.media.added(collated, features)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies
 
 from ...errors import DataError, installation
+from ...log import fell_back
 from ...schema.locations import DATA_FILES
 from ...storage import files
 from ...storage.remote import (
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-logger = logging.getLogger(__name__)
 HTTP = ("http", "https")
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
 # For a web server, the proxies of the environment; public buckets are read without credentials, if
@@ -84,7 +83,8 @@ def _copies(address: Address, folder: Path) -> list[Path]:
     except HubError as error:
         if not local_copies:
             raise
-        logger.warning("%s: %s; using the copy of before", address, error)
+        what = f"{address}: the copy of before is read"
+        fell_back(what, str(error), "may be older than what is there now")
         return local_copies
     paths = [folder / f"{n:05d}-{_version(e)}-{_name(e)}" for n, e in enumerate(listed)]
     for entry, path in zip(listed, paths, strict=True):

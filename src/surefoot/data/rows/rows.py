@@ -108,6 +108,8 @@ def _read(
 def parse_row(form: Format, row: Row) -> Example:
     """A row as its format reads it, without the nulls of a columnar file, and with what it gives
     the chat template. Raises ``DataError``."""
+    # NaN is what pandas writes for a value that is missing.
+    row = {name: None if value != value else value for name, value in row.items()}  # noqa: PLR0124
     turns = [getattr(form, name, None) for name in TURNS]
     plain, notes = without_added_nulls(row, form.tools, turns)
     example, arguments = form.read(plain), template_arguments(row)
@@ -196,6 +198,12 @@ def check_columns(entry: DatasetEntry, index: int, row: Row) -> None:
                 f"dataset {entry.name!r}: row {index} has {name}, and only text and pictures are "
                 f'supported; leave such rows out, or add "columns": {{"{name}": null}} to the '
                 'entry to train on the text without them, or {"images": "image"} for pictures'
+            )
+    for name in row.keys() - entry.columns:
+        if name != name.strip() and name.strip() in USUAL:
+            raise DataError(
+                f"dataset {entry.name!r}: the column {name!r} is not read, for its blanks; rename "
+                f"it to {name.strip()!r} in the first line of the file"
             )
     if row.get("functions") and not {"functions", "tools"} & set(entry.named):
         raise DataError(

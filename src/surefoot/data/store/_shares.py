@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from itertools import cycle
 from typing import IO, TypeVar
 
+from ...log import fell_back
 from ...storage.child import Child
 
 logger = logging.getLogger(__name__)
@@ -109,11 +110,8 @@ class Shares:
             yield batch
 
     def _give_up(self, why: str) -> None:
-        logger.warning(
-            "encoding %s: another process %s; this one encodes the rest",
-            self._name,
-            why,
-        )
+        what = f"encoding {self._name}: this process alone encodes the rest"
+        fell_back(what, f"another one {why}", "takes longer")
         self._count = 0
         self._end()
 

@@ -22,8 +22,9 @@ UNRANKED = Dropped(
     'no chosen and no rejected response (a ranking dataset has "ranking": true in '
     "dataset_info.json)"
 )
-RANKED = Dropped("a ranking row, which only stage: dpo can train on")
+RANKED = Dropped("a ranking row, which only stage: dpo and rm can train on")
 UNDESIRABLE = Dropped("marked undesirable (kto_tag: false), which only stage: kto can train on")
+EQUAL = Dropped("chosen and rejected are equal, so neither can be preferred")
 SAME = Dropped("chosen and rejected are the same within data.cutoff_len")
 NO_ROOM = Dropped("the prompt leaves no room for both responses within data.cutoff_len")
 
@@ -85,6 +86,8 @@ def up_to_last_label(item: Features) -> Features:
 def _why_no_pair(example: Example) -> Dropped | None:
     if example.chosen is None or example.rejected is None:
         return UNRANKED
+    if example.chosen == example.rejected:
+        return EQUAL
     return EMPTY if example.chosen.is_empty or example.rejected.is_empty else None
 
 

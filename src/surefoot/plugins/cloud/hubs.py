@@ -33,8 +33,17 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
 )
 
 from ...errors import first_line, installation
+from ...log import fell_back
 from ...storage import files
-from ...storage.remote import HubError, Kind, default_cache, digest_of, locked, offline_setting
+from ...storage.remote import (
+    DOWNLOAD,
+    HubError,
+    Kind,
+    default_cache,
+    digest_of,
+    locked,
+    offline_setting,
+)
 
 logger = logging.getLogger(__name__)
 LOST = (ConnectionError, TimeoutError, socket.gaierror)
@@ -90,7 +99,10 @@ def _prefetch(kind: Kind, name: str, revision: str | None, filters: _Filters) ->
     info_of = api.model_info if kind == "models" else api.dataset_info
     try:
         repository = info_of(name, revision=revision, files_metadata=True)
-    except (HTTPError, OSError):  # what is on this machine may be enough
+    except (HTTPError, OSError) as error:
+        if offline_setting() is None:  # which asks for no more
+            what = f"{name}: the copy on this machine is used, if there is one"
+            fell_back(what, _why_not_reached(error), "may be older than what is on the hub now")
         return
     listed = {each.rfilename: each for each in repository.siblings or ()}
     cache = Path(constants.HF_HUB_CACHE) / f"{kind}--{name.replace('/', '--')}" / "blobs"
@@ -186,12 +198,13 @@ def _why_not_reached(error: Exception) -> str:
     """Why the library could not download something, in one sentence."""
     message = first_line(error)
     if (name := offline_setting()) is not None:
-        return f"it is not on this machine, and {name} is set"
+        return f"it is not on this machine, and {name} is set; unset it, {DOWNLOAD}"
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, LOST):
             reason = getattr(cause, "strerror", None) or str(cause)
-            message = f"{constants.ENDPOINT} cannot be reached ({reason}); check the network"
+            message = f"{constants.ENDPOINT} cannot be reached ({reason}); check the network, "
+            message += DOWNLOAD
         cause = cause.__cause__ or cause.__context__
     return message
 
@@ -224,7 +237,7 @@ class ModelScope:
         if (setting := offline_setting()) is not None:
             return complete.folder(
                 f"{name} of ModelScope is not on this machine, and {setting} is set; unset "
-                f"{setting}, or download it on a machine with a network"
+                f"{setting}, {DOWNLOAD}"
             )
         api = modelscope_hub.HubApi(modelscope_hub.HubConfig())
         repo_type = kind.removesuffix("s")
@@ -248,8 +261,9 @@ class ModelScope:
                 file_list=entries,
             )
         except modelscope_hub.NetworkError as error:
-            folder = complete.folder(f"ModelScope cannot be reached ({error}); check the network")
-            logger.warning("ModelScope cannot be reached; using the copy in %s", folder)
+            why = f"ModelScope cannot be reached ({error})"
+            folder = complete.folder(f"{why}; check the network, {DOWNLOAD}")
+            fell_back(f"{name}: read from {folder}", why, "may be older than what is there now")
             return folder
         except modelscope_hub.NotExistError:
             raise HubError(

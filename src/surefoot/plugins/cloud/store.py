@@ -15,11 +15,12 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ...errors import CheckpointError, installation
-from ...log import announced
+from ...log import announced, fell_back
 from ...storage.remote import Address
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,12 @@ class StoreError(CheckpointError):
 
 class MissingError(StoreError):
     """The object does not exist."""
+
+
+@cache
+def _say_not_atomic(kind: str) -> None:
+    what = "a file that must not exist is created after a look whether it does"
+    fell_back(what, f"{kind} cannot do both at once", "notices no other run that does so, too")
 
 
 class Store:
@@ -102,7 +109,7 @@ class Store:
                 # `If-None-Match: *` on S3, and its like elsewhere (decisions/0015).
                 self._files.pipe_file(path, data, mode="create")
             except (TypeError, NotImplementedError):
-                # A store with neither: a look before is the most that it allows.
+                _say_not_atomic(type(self._files).__name__)
                 if self._files.exists(path):
                     raise FileExistsError(name) from None
                 self._files.pipe_file(path, data)

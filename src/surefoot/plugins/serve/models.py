@@ -17,6 +17,7 @@ from ...generate.generation import context_length
 from ...generate.live import Rows, SlotRows, rows_of
 from ...generate.onednn import pack_weights
 from ...generate.responses import Decode, decoder
+from ...log import fell_back
 from ...model.lora_layers import AdaptersByRow
 from ...storage.web import Hosts
 from ...use.model_loading import (
@@ -321,6 +322,9 @@ class Models:
         rows = self._rows
         if isinstance(rows, SlotRows) and (adapter is None or shared.can_be_by_row(adapter)):
             return Lane(rows, lambda: shared.use(None), adapter)
+        if adapter is not None:
+            why = "its layers, or the base, do not compute rows of several adapters at once"
+            fell_back(f"requests to {adapter} take turns with the others", why, "is slower")
         return Lane(self._rows_of(shared.opened), lambda: shared.use(adapter))
 
     def _serve(self, name: str, opened: LoadedModel, lane: Lane) -> ServedModel:

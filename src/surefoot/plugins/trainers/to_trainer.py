@@ -75,7 +75,7 @@ class TrainerCheckpoint(Target):
                 f"{origin.folder}: it has no {RUN_RECIPE}, which contains the settings "
                 "of its optimizer"
             )
-        recipe = load_recipe(origin.folder / RUN_RECIPE)
+        recipe = load_recipe(origin.folder / RUN_RECIPE, is_saved=True)
         arguments = save_trainer_checkpoint(origin.folder, target, run=recipe, base=base)
         words = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
         return Done(

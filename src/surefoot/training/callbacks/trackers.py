@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from signal import SIGINT
 
 from ...errors import counted
+from ...log import fell_back
 from ...storage.child import Child
 from ..arguments import Context
 from ..callback import Metrics, TrainerCallback, TrainerControl, TrainerState
@@ -41,7 +42,8 @@ class TrackerProcess:
         try:
             self.child = Child(command, talks=True, environment=self.environment, patience=0)
         except OSError as error:
-            logger.warning("%s: cannot be started: %s", self.name, error)
+            why = f"its process cannot be started: {error}"
+            fell_back(f"{self.name} is dropped", why, "leaves metrics.jsonl alone")
         self.tell(tracker=self.name, finish=FINISH, patience=PATIENCE, **self.order)
 
     def tell(self, **event: object) -> None:

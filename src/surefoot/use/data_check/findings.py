@@ -65,6 +65,9 @@ def findings_of(
     return sorted(findings, key=lambda finding: finding.level != "problem")
 
 
+LONGER = "raise data.cutoff_len, and model.max_positions if the model has fewer"
+
+
 def findings_in(figures: DatasetFigures) -> Iterator[Finding]:
     """What to look at in one dataset: its rows, their lengths and responses, then remarks."""
     problem = partial(Finding, "problem", figures.name)
@@ -78,7 +81,7 @@ def findings_in(figures: DatasetFigures) -> Iterator[Finding]:
     if (broken := figures.broken).count:
         yield problem("rows that cannot be read", broken.count, broken.rows, "mend them")
     for reason, dropped in figures.dropped.items():
-        cure = "raise data.cutoff_len" if "cutoff_len" in reason else "mend or remove them"
+        cure = LONGER if "cutoff_len" in reason else "mend or remove them"
         what = f"examples that are dropped: {reason}"
         yield problem(what, dropped.count, dropped.rows, cure)
     if (equal := figures.equal).count:

@@ -127,7 +127,8 @@ def course_of(parts: RunParts, loader: Loader, lengths: Index, trained: Index) -
     for items in _items(loader, windows):
         counts += [lengths[items].sum(), trained[items].sum()]
     counts = counts * stage.group_size * steps // (windows * stage.mini_batches)
-    part = -(-loader.global_batch_size * stage.group_size // stage.mini_batches)
+    size = min(loader.global_batch_size, len(lengths))
+    part = -(-size * stage.group_size // stage.mini_batches)
     return RunLength(
         steps=steps,
         steps_per_epoch=steps_per_epoch,

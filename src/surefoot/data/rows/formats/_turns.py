@@ -32,6 +32,7 @@ from .fields import (
 
 THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 WRAPPED_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_OF_SHAREGPT = ("human", "gpt", "function_call", "observation")
 _CURE = 'write "weight": 0 to mask a turn, "weight": 1 to train on it'
 MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 PICTURE = "<image>"  # LLaMA-Factory's mark
@@ -137,6 +138,12 @@ class Turns:
             return DataError(f"{where}: no key {self.role!r} (keys found: {', '.join(turn)})")
         role_names = dict.fromkeys([*self.roles, self.function])
         role = turn[self.role]
+        if role in _OF_SHAREGPT:
+            tags = f"tags: {{role_tag: {self.role}, content_tag: {self.content}}}"
+            raise DataError(
+                f"{where}: unknown role {role!r}, which is ShareGPT's; write into the entry of the "
+                f"dataset: formatting: sharegpt, columns: {{messages: COLUMN}}, {tags}"
+            )
         hint = nearest(str(role), role_names) or f" (expected one of {', '.join(role_names)})"
         return DataError(f"{where}: unknown role {role!r}{hint}")
 
