@@ -196,6 +196,7 @@ def build_trainer(
         section.seed,
         memory,
         stage_state=evaluation.stage_state,
+        world=world,
     )
     learner, control = build_learner(parts, policy, state, trial), TrainerControl()
     counts = loader.num_examples, num_steps_per_epoch
