@@ -105,7 +105,7 @@ def test_a_picture_that_is_gone_or_damaged_stops_it_by_row_and_name(encoding, ro
         (path.unlink, "no such file"),
     ):
         change()
-        with pytest.raises(DataError, match=rf"rows.jsonl:3.*2_1\.png: .*{why}"):
+        with pytest.raises(DataError, match=rf"rows.jsonl:2: picture 2_1\.png: .*{why}"):
             prepare(encoding)
 
 
