@@ -367,7 +367,9 @@ def test_each_picture_that_cannot_be_read_is_named_and_the_others_are_checked(ki
     found = check_data(recipe, open_codec(recipe, base))
     none, cut, kept = found.datasets[0].bad_pictures
     assert none.startswith("rows.jsonl:1: picture none.png: no such file")
-    assert cut.startswith("rows.jsonl:2: picture cut.jpg: image file is truncated")
+    assert cut.startswith(
+        "rows.jsonl:2: picture cut.jpg: it is truncated or damaged (image file is"
+    )
     assert kept.startswith("rows.jsonl:3: picture: it is truncated or damaged")
     assert found.has_problems
     assert json.loads(json.dumps(found.as_data()))["datasets"][0]["pictures"][0]["count"] == 1

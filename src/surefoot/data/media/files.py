@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -103,7 +104,7 @@ class MediaFiles:
         if isinstance(source, str) and path.startswith((_NOISE, _KEPT, _INLINE)):
             path = f"./{path}"  # a file of that name, of which nothing but a path is meant
         data = self._read(path)
-        with _opened(data) as image:
+        with _damage_said(), _opened(data) as image:
             width, height = image.size
             frames = getattr(image, "n_frames", 1)
             if frames > 1 and image.format != "MPO":  # telephones add a thumbnail in this form
@@ -137,7 +138,7 @@ class MediaFiles:
                 raise DataError("it has changed since its row was encoded")
             with _opened(data) as image:
                 rgb = ImageOps.exif_transpose(image).convert("RGB")
-        except (DataError, OSError, SyntaxError, ValueError) as error:
+        except Exception as error:  # as in ``_damage_said``
             cure = "restore the file, or start again: its row is then encoded again"
             raise DataError(f"picture {seen.name}: {first_line(error)}; {cure}") from None
         size = (seen.width, seen.height)
@@ -226,7 +227,7 @@ def _opened(data: bytes) -> Image:
         image = PIL.Image.open(BytesIO(data), formats=FORMATS)
     except (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning):
         raise DataError(_TOO_LARGE) from None
-    except (OSError, SyntaxError, ValueError):
+    except Exception:  # as below
         raise DataError(
             "it is truncated or damaged, or in another format than its name says; expected one of "
             f"{', '.join(FORMATS)}"
@@ -240,15 +241,22 @@ def _opened(data: bytes) -> Image:
 def _verify(data: bytes) -> None:
     """Check a picture to its end: a PNG by its checksums, which need no pixel; a JPEG, which is
     read to its end in an eighth of its size, at a third of the time; others as they are decoded."""
-    with _opened(data) as image:
-        try:
-            if image.format == "PNG":
-                image.verify()
-            else:
-                image.draft("L", (1, 1))
-                image.load()
-        except Exception as error:  # whatever Pillow's 7 readers meet in a stranger's bytes
-            raise DataError(f"it is truncated or damaged ({first_line(error)})") from None
+    with _damage_said(), _opened(data) as image:
+        if image.format == "PNG":
+            image.verify()
+        else:
+            image.draft("L", (1, 1))
+            image.load()
+
+
+@contextmanager
+def _damage_said() -> Iterator[None]:
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:  # whatever Pillow's readers meet in a stranger's bytes
+        raise DataError(f"it is truncated or damaged ({first_line(error)})") from None
 
 
 def _noise(path: str) -> Image:
