@@ -62,7 +62,7 @@ def test_a_copy_that_is_not_what_arrived_is_downloaded_again(hub, tmp_path, monk
     assert "is damaged or gone; downloading it again" in caplog.text
     copy.write_bytes(b"")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(DataError, match="rows.jsonl"):
+    with pytest.raises(DataError, match=r"rows\.jsonl"):
         rows(entry, tmp_path)
 
 
