@@ -55,7 +55,7 @@ def candidates(made, path, value):
     if isinstance(value, bool):
         yield not value
     elif isinstance(value, int | float):
-        yield from (value + 1, value * 2, value / 2)
+        yield from (value * 2, value + 1, value / 2)
     try:
         load(made.recipe, {path: "no such value"})
     except SurefootError as error:
