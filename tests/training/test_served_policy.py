@@ -214,7 +214,7 @@ def test_a_run_that_stops_between_the_passes_of_a_window_ends_with_the_same_bits
 
 def test_responses_of_another_recipe_are_not_taken(tmp_path):
     made = project(tmp_path, save=5, steps=2)
-    with serving(made.folder / "model", last=6) as server, pytest.raises(RunError):
+    with serving(made.folder / "model", last=2) as server, pytest.raises(RunError):
         run(made, server)
     with serving(made.folder / "model") as server:
         run(made, server, **{"optim.adamw.learning_rate": 0.01})
