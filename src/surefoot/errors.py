@@ -94,6 +94,8 @@ class SurefootError(Exception):
     found and what to do.
     """
 
+    is_everywhere = False  # whether all ranks of a run raise an error at this same place
+
 
 class RecipeError(SurefootError):
     """The recipe is wrong: an unknown key, a wrong type, or values that contradict each other."""

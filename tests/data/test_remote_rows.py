@@ -51,6 +51,21 @@ def test_a_file_on_a_server_is_downloaded_once(hub, tmp_path, monkeypatch, key):
     assert len(hub.asked) == asked
 
 
+def test_a_copy_that_is_not_what_arrived_is_downloaded_again(hub, tmp_path, monkeypatch, caplog):
+    entry = {"file_name": f"{hub.url}/rows.jsonl", "formatting": "alpaca"}
+    assert rows(entry, tmp_path) == ROWS
+    (copy,) = (tmp_path / "cache").rglob("*rows.jsonl")
+    for number, data in enumerate((LINES[:-9], LINES.replace(b"a0", b"b0"), b""), 2):
+        copy.write_bytes(data)
+        assert rows(entry, tmp_path) == ROWS
+        assert len(hub.served) == number
+    assert "is damaged or gone; downloading it again" in caplog.text
+    copy.write_bytes(b"")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(DataError, match=r"rows\.jsonl"):
+        rows(entry, tmp_path)
+
+
 def test_a_signed_address_is_read_without_its_head(hub, tmp_path):
     hub.refuses_head = True
     entry = {"file_name": f"{hub.url}/rows.jsonl?signature=x", "formatting": "alpaca"}

@@ -104,7 +104,11 @@ def test_another_stage_setting_asks_nobody_and_another_model_is_asked(tmp_path, 
     assert run(**{"stage.dpo.loss_type": "ipo", "data.val_size": 4}) == ["found"]
     assert run(**{"stage.dpo.loss_type": "orpo"}) == []
     assert run(**{"train.precision": "bf16"}) == ["asked"]
-    os.utime(tmp_path / "model" / "model.safetensors")
+    weights = tmp_path / "model" / "model.safetensors"
+    os.utime(weights)
+    assert run() == ["found"]
+    flip(weights, -3)  # with its length, and then with its times
+    os.utime(weights, (1e9, 1e9))
     assert run() == ["asked"]
 
 

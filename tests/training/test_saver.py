@@ -158,7 +158,7 @@ def test_a_disk_that_fills_and_is_freed_again_costs_only_the_saves_in_between(tm
     assert not list(tmp_path.glob(".*"))
 
 
-def test_an_error_of_the_loop_still_waits_for_the_save_in_flight(tmp_path):
+def test_an_error_of_the_loop_still_waits_for_the_save_in_flight_and_saves_its_step(tmp_path):
     class Failing(TrainerCallback):
         def on_step_end(self, args, state, control):
             if state.global_step == 4:
@@ -167,7 +167,7 @@ def test_an_error_of_the_loop_still_waits_for_the_save_in_flight(tmp_path):
     made = built(tmp_path, Failing(), save_steps=3)
     with pytest.raises(RuntimeError, match="a callback of the user"):
         made.fit()
-    assert steps_in(tmp_path) == [3]
+    assert steps_in(tmp_path) == [3, 4]
     assert made.saver._flight.pid is None
 
 

@@ -14,7 +14,7 @@ from project import Project, assert_same, checkpoints, final_weights, in_child, 
 from serving import serving
 from stage_data import REWARD, written
 from surefoot.errors import RecipeError, RunError
-from surefoot.generate.section import sampling
+from surefoot.generate.section import Sample, sampling
 from surefoot.generate.servers import (
     Expected,
     SamplingRequest,
@@ -26,7 +26,7 @@ from surefoot.parallel.world import ALONE
 from surefoot.schema import read
 from surefoot.stages import GRPO, Distill
 from surefoot.training import TrainerCallback
-from surefoot.training.served_policy import ServedPolicy, WindowRequest
+from surefoot.training.served_policy import ResponseJournal, ServedPolicy, WindowRequest
 
 LORA = {"lora": {"rank": 2}}
 FORMS = {
@@ -144,6 +144,19 @@ def test_a_server_that_dies_inside_a_window_loses_nothing(tmp_path):
     assert max(gaps(made.run)) < 1e-4
 
 
+def test_a_response_that_is_not_as_it_was_written_is_none(tmp_path):
+    journal = ResponseJournal(tmp_path, (0, 0), 0)
+    samples = {n: Sample((5 + n, 2), (-0.25, -1e-3), "stop", version=0) for n in range(3)}
+    journal.add("key", samples)
+    assert journal.read("key") == samples
+    text = journal.path.read_text()
+    for old, new in (("[6, 2]", "[7, 2]"), ('"index": 1', '"index": 7'), ("-0.25", "-0.75")):
+        assert old in text
+        lines = [line.replace(old, new) if "[6, 2]" in line else line for line in text.split("\n")]
+        journal.path.write_text("\n".join(lines))
+        assert journal.read("key").keys() == {0, 2}
+
+
 def test_a_killed_run_trains_on_the_very_responses_that_were_sampled(tmp_path, monkeypatch):
     """With what the journal has, an uninterrupted run needs no server, and gives the same bits."""
     made = project(tmp_path, reward=f"{REWARD}:deadly", save=2, steps=3)
@@ -201,7 +214,7 @@ def test_a_run_that_stops_between_the_passes_of_a_window_ends_with_the_same_bits
 
 def test_responses_of_another_recipe_are_not_taken(tmp_path):
     made = project(tmp_path, save=5, steps=2)
-    with serving(made.folder / "model", last=6) as server, pytest.raises(RunError):
+    with serving(made.folder / "model", last=2) as server, pytest.raises(RunError):
         run(made, server)
     with serving(made.folder / "model") as server:
         run(made, server, **{"optim.adamw.learning_rate": 0.01})

@@ -24,7 +24,7 @@ from ..batch import Features
 from ..errors import DataError, counted
 from .data_order import Index, Mixing, hold_out, mixed
 from .example import MEDIA_COLUMN, BrokenRow, Example
-from .media.files import seen_in
+from .media.files import MediaFiles, seen_in
 from .order.loader import NOTHING, Shuffle
 from .rows.catalog import Catalog, check_rows
 from .rows.registry import DatasetEntry
@@ -298,6 +298,7 @@ class Encoding:
     seed: int  # determines which rows are drawn and held out, and how datasets are mixed
     drawn_for: DataSection | None = None  # if not ``section``, of which the rows are drawn
     start_share: StartShare | None = None  # a process that encodes a share of a dataset
+    media: MediaFiles | None = None  # where the pictures of rows are
 
     def key(self, entry: DatasetEntry, content: str) -> str:
         """The fingerprint of all inputs of an encoded dataset."""
@@ -337,7 +338,8 @@ class Encoding:
     def _opened(self, rows: RowSequence, shard_rows: int | None) -> ShardedDataset:
         root = self.section.cache_dir or default_folder()
         key = rows.fingerprint()
-        return ShardedDataset(rows, self.encode, root, key, shard_rows, self.start_share)
+        how = self.encode, root, key, shard_rows, self.start_share
+        return ShardedDataset(rows, *how, media=self.media)
 
     def _rows(self, entry: DatasetEntry, content: Callable[[], str]) -> RowSequence:
         drawn = self.drawn.get(entry.name)

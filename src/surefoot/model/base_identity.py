@@ -224,9 +224,16 @@ def read(folder: Path) -> dict[str, ModelRecord]:
     """The record of a checkpoint; empty if it has none, or one that cannot be read."""
     try:
         with files.open_file(folder / NAME) as file:
-            content = json.loads(files.read_all(file, _LIMIT))
-        return {role: _parsed(fields) for role, fields in content.items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            return parsed(files.read_all(file, _LIMIT))
+    except (OSError, ValueError):
+        return {}
+
+
+def parsed(data: bytes) -> dict[str, ModelRecord]:
+    """The record in the bytes of its file; empty if it cannot be read."""
+    try:
+        return {role: _parsed(fields) for role, fields in json.loads(data).items()}
+    except (ValueError, TypeError, KeyError, AttributeError):
         return {}
 
 

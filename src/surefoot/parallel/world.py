@@ -176,18 +176,38 @@ class World:
         return objects[0]
 
     def on_main(self, compute: Callable[[], T]) -> T:
-        """The result of ``compute`` on rank 0, on every rank. The ``SurefootError`` that it raises
-        is raised on every rank."""
-        problem, result = None, None
+        """The result of ``compute`` on rank 0, on every rank. The error that it raises is raised on
+        every rank; one that is no ``SurefootError``, as the loss of a peer on the others."""
+        problem: Exception | None = None
+        result = None
         if self.is_main:
             try:
                 result = compute()
-            except SurefootError as error:
+            except Exception as error:  # whatever it is, the others wait for an answer
                 problem = error
-        problem, result = self.from_main((problem, result))
-        if problem is not None:
-            raise problem
+        known = problem if problem is None or isinstance(problem, SurefootError) else _failed(0)
+        known, result = self.from_main((known, result))
+        if known is not None:
+            raise _everywhere(known if problem is None else problem)
         return cast(T, result)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """A block that meets no other rank: an error in it on one is raised on all, at its end; on
+        the others as ``LostPeerError``."""
+        if self.mesh is None:
+            yield
+            return
+        problem = None
+        try:
+            yield
+        except Exception as error:  # whatever it is, the others are to leave at the same place
+            if is_out_of_memory(error):  # of which a run starts again with less
+                raise
+            problem = error
+        (failed,) = self.largest([_number(self.rank, problem)])
+        if failed:
+            raise _everywhere(problem or _failed(int(failed) - 1))
 
     def first_of(self, value: str | None) -> str | None:
         """The first object that is not None, in the order of ranks."""
@@ -212,6 +232,20 @@ class World:
             values = values.clone()
             wait_for_ranks(dist.all_reduce, values, op=how)
         return values
+
+
+def _number(rank: int, problem: Exception | None) -> float:
+    """Of a rank with a problem, which is above that of ranks without."""
+    return 0.0 if problem is None else 1.0 + rank
+
+
+def _failed(rank: int) -> LostPeerError:
+    return LostPeerError(f"rank {rank} has failed; the cause is in that rank's own error message")
+
+
+def _everywhere(error: Exception) -> Exception:
+    error.is_everywhere = True  # type: ignore[attr-defined]
+    return error
 
 
 def _gathered(value: Any, count: int, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -364,7 +398,8 @@ class AgreedShortageError(MemoryError):
 @contextlib.contextmanager
 def vote_on_memory(world: World) -> Iterator[None]:
     """Run a forward pass in the block. Raises ``AgreedShortageError`` on all ranks if one of them
-    runs out of memory in it. Does nothing unless all ranks are replicas.
+    runs out of memory in it, and as ``World.together`` for any other error. Does nothing unless all
+    ranks are replicas.
 
     A replica has all weights, so its forward pass meets no other rank before gradients are reduced
     in the backward pass. A vote between the two lets all replicas leave the step at the same place.
@@ -374,14 +409,18 @@ def vote_on_memory(world: World) -> Iterator[None]:
     if not world.has_replicas_only:
         yield
         return
-    shortage = None
+    shortage = problem = None
     try:
         yield
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        shortage = allocator_message(error)
-    if world.largest([float(shortage is not None)])[0]:
+    except Exception as error:  # such as that of a picture, which is read here
+        if is_out_of_memory(error):
+            shortage = allocator_message(error)  # alone: its frames hold the tensors of the pass
+        else:
+            problem = error
+    is_short, failed = world.largest([float(shortage is not None), _number(world.rank, problem)])
+    if failed:
+        raise _everywhere(problem or _failed(int(failed) - 1))
+    if is_short:
         raise AgreedShortageError(shortage or "out of memory on another rank")
 
 

@@ -246,7 +246,8 @@ def encoding_of(recipe: Recipe, codec: Codec, section: DataSection | None = None
     # A process reads what a recipe says: its datasets, and no stage with members from Python.
     is_said = section.datasets == recipe.data.datasets and type(recipe.stage) in STAGES.values()
     start = partial(start_share, recipe) if is_said else None
-    return Encoding(section, encode, fingerprint, recipe.train.seed, drawn_for, start)
+    media = None if codec.media is None else codec.media.files
+    return Encoding(section, encode, fingerprint, recipe.train.seed, drawn_for, start, media)
 
 
 def start_share(recipe: Recipe, name: str, number: int, count: int) -> Child:

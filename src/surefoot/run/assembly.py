@@ -69,7 +69,7 @@ def build(
     if trial is None and world.is_main:
         data_loading.log_example(parts.codec, data)
     parts = parts.for_data(data)
-    columns = ColumnsAhead.of(parts, data, world)
+    columns = ColumnsAhead.of(parts, data, world, is_trial=trial is not None)
     if trial is not None:
         columns.blank()
     # What needs no policy is computed before the policy is opened, so that the two are never in
@@ -196,6 +196,7 @@ def build_trainer(
         section.seed,
         memory,
         stage_state=evaluation.stage_state,
+        world=world,
     )
     learner, control = build_learner(parts, policy, state, trial), TrainerControl()
     counts = loader.num_examples, num_steps_per_epoch

@@ -3,28 +3,34 @@ cached on disk and joined with the examples, and the policy in windows and evalu
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from ..checkpoint.saving.saver import AsyncSaver
 from ..data.store.cache import default_folder
 from ..data.store.dataset import EncodedDataset
 from ..data.training_data import AnyData
+from ..model import base_identity
+from ..model.base_identity import BaseModel, identify, parsed
 from ..model.numerics import derive
 from ..network.network import Network
 from ..parallel.world import World
+from ..storage import files
 from ..training.callback import PolicyVersion
 from ..training.context import BlankContext, NetworkContext
 from ..training.evaluation import Evaluation, EvaluationSet, windows_of
 from ..training.kept_rollouts import KeptRollouts
 from ..training.out_of_memory import MemoryGuard
 from ..training.precompute import (
+    FOLDER,
     NOTHING,
+    Ingredients,
     KeptWindows,
     Precomputation,
     WindowSet,
-    identity_of,
     precomputation,
     with_items,
     with_windows,
@@ -34,6 +40,7 @@ from ..training.served_policy import ServedPolicy
 from ..training.stage import POLICY, auxiliary_models
 from ..training.windows import Place, StageState, windows_of_run
 from . import _data_loading as data_loading
+from .models import ModelParts
 from .parts import RunParts, collation_of
 
 
@@ -58,13 +65,15 @@ class ColumnsAhead:
     computed: Precomputation
 
     @classmethod
-    def of(cls, parts: RunParts, data: AnyData, world: World) -> ColumnsAhead:
-        """The known columns of ``data``."""
+    def of(
+        cls, parts: RunParts, data: AnyData, world: World, *, is_trial: bool = False
+    ) -> ColumnsAhead:
+        """The known columns of ``data``; of a trial, for which no model is hashed, none."""
         size = parts.train.global_batch_size
         evals = {name: eval_set(dataset, size) for name, dataset in data.evals.items()}
         train = _train_set(parts, data, world)
         sets = [*([] if train is None else [train]), *evals.values()]
-        return cls(parts, data, train, evals, columns_of(parts, sets, world))
+        return cls(parts, data, train, evals, columns_of(parts, sets, world, is_trial))
 
     @property
     def is_complete(self) -> bool:
@@ -125,13 +134,46 @@ def _train_set(parts: RunParts, data: AnyData, world: World) -> WindowSet | None
     return WindowSet(data.whole, windows, str(sorted(order.items())))
 
 
-def columns_of(parts: RunParts, sets: Sequence[WindowSet], world: World) -> Precomputation:
+def columns_of(
+    parts: RunParts, sets: Sequence[WindowSet], world: World, is_trial: bool = False
+) -> Precomputation:
     """The known columns of ``sets``, and what is to be computed."""
-    stage, options = parts.stage, parts.models.policy.options
+    stage, root = parts.stage, parts.data.cache_dir or default_folder()
     roles = {role: parts.models.auxiliary(role) for role in auxiliary_models(stage, "ahead")}
-    models_and_folders = {role: (model.section, model.folder) for role, model in roles.items()}
-    identity = identity_of(stage, models_and_folders, options.precision, options.packing)
-    return precomputation(stage, identity, parts.data.cache_dir or default_folder(), sets, world)
+    identity = "trial"
+    if roles and not is_trial:
+        identity = world.on_main(lambda: _ingredients(parts, roles, root / FOLDER).identity)
+    return precomputation(stage, identity, root, sets, world)
+
+
+def _ingredients(parts: RunParts, roles: Mapping[str, ModelParts], folder: Path) -> Ingredients:
+    """What columns are made from. Files that a record knows, that of the run or the one in
+    ``folder``, are not read again."""
+    models = {
+        f"{role} {model.folder} {model.section.adapter} {model.section.frozen_adapters}": BaseModel(
+            model.section,
+            model.folder,
+            adapter=model.section.adapter,
+            has_adapter_weights=model.section.adapter is not None,
+        )
+        for role, model in roles.items()
+    }
+    known, of_run = base_identity.read(folder), parsed(parts.record.get(base_identity.NAME, b"{}"))
+    for role, name in zip(roles, models, strict=True):
+        if (record := of_run.get(role, of_run.get(POLICY))) is not None:
+            known[name] = record
+    now = identify(models, known)
+    with contextlib.suppress(OSError):  # a cache that can only be read
+        files.make_folder(folder)
+        files.write_aside(folder / base_identity.NAME, base_identity.dump({**known, **now}))
+    hashes = ({n: f.hash for n, f in record.files.items()} for record in now.values())
+    specs, options = parts.stage.auxiliary, parts.models.policy.options
+    return Ingredients(
+        type(parts.stage).__qualname__,
+        {r: (specs[r].spec, m.section, h) for (r, m), h in zip(roles.items(), hashes, strict=True)},
+        len(parts.codec.tokenizer),
+        (options.precision, options.packing),
+    )
 
 
 def eval_set(dataset: EncodedDataset, size: int) -> WindowSet:

@@ -9,6 +9,7 @@ with the run's parts (``arguments``).
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from signal import Signals
@@ -19,6 +20,7 @@ from ..optim.plateau import Reductions
 from ..parallel.progress import CALLBACKS, Progress
 from .arguments import Context
 
+logger = logging.getLogger(__name__)
 Record = dict[str, float]
 _OURS = {"is_ours": True}  # fields that the Hugging Face Trainer does not know
 
@@ -369,6 +371,9 @@ class Callbacks:
     ) -> None:
         self.args, self.state, self.control = args, state, control
         self.progress = progress or Progress()
+        # Of the loop: while it can, it finishes and saves its step before an error ends the run.
+        self.is_deferring = False
+        self.error: BaseException | None = None
         self._set_members(made(member) for member in members)
 
     @property
@@ -412,19 +417,38 @@ class Callbacks:
         ``theirs`` for those without the base class above."""
         with self.progress.during(CALLBACKS):
             for listener in self._listeners[event]:
-                given = {name: getattr(self.args, name) for name in listener.parts}
-                given |= {name: details[name] for name in listener.details}
                 seen = (theirs if listener.is_theirs else None) or state or self.state
-                rates = self.args.lr_scheduler.get_last_lr() if "optimizer" in given else ()
-                returned = listener.method(self.args, seen, self.control, **given)
-                if rates and self.args.lr_scheduler.get_last_lr() != rates:
-                    # Before the first update it would be taken for the peak of the schedule.
-                    raise RunError(
-                        f"callbacks: {listener.method.__qualname__} sets a learning rate of the "
-                        "optimizer; it is a function of the step: set optim.NAME.schedule"
-                    )
-                if returned is not None and returned is not self.control:
-                    self._obey(returned, listener.method)
+                try:
+                    self._call(listener, seen, details)
+                except (Exception, SystemExit) as error:  # whatever it is, the others' states are
+                    if not self.defers(error):  # to be those of the same event
+                        raise
+
+    def defers(self, error: BaseException) -> bool:
+        """Keep ``error`` for the end of the step; False: raise it now. After the first, others are
+        only logged."""
+        if self.is_deferring and self.error is None:
+            self.error = error
+        elif self.is_deferring and error is not self.error:
+            logger.error("another error: %s: %s", type(error).__name__, error)
+        return self.is_deferring
+
+    def _call(
+        self, listener: _Listener, seen: TrainerState, details: Mapping[str, Metrics]
+    ) -> None:
+        """Call one method with what it takes, and obey what it returns."""
+        given = {name: getattr(self.args, name) for name in listener.parts}
+        given |= {name: details[name] for name in listener.details}
+        rates = self.args.lr_scheduler.get_last_lr() if "optimizer" in given else ()
+        returned = listener.method(self.args, seen, self.control, **given)
+        if rates and self.args.lr_scheduler.get_last_lr() != rates:
+            # Before the first update it would be taken for the peak of the schedule.
+            raise RunError(
+                f"callbacks: {listener.method.__qualname__} sets a learning rate of the "
+                "optimizer; it is a function of the step: set optim.NAME.schedule"
+            )
+        if returned is not None and returned is not self.control:
+            self._obey(returned, listener.method)
 
     def _obey(self, returned: object, method: Callable[..., object]) -> None:
         """Set the flags that an event has returned in a control of its own."""

@@ -8,13 +8,16 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from types import FrameType
 
 from rich.console import Console
 
+from ..checkpoint.disk.commit import step_of
+from ..checkpoint.saving.saver import AsyncSaver
 from ..errors import STOP_SIGNALS, RecipeError, counted
 from ..parallel.world import World
 from ..schema import variant_name
@@ -220,6 +223,33 @@ class StopSignal:
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, number)
                 os.close(nowhere)
+
+
+@contextmanager
+def saying_what_is_lost(callbacks: Callbacks, saver: AsyncSaver) -> Iterator[None]:
+    """Run a loop in the block. Where it fails, raise what failed first, and log what that costs."""
+    first_step, root = callbacks.state.global_step, saver.path_of
+    try:
+        yield
+    except BaseException as error:
+        first, step, writing = callbacks.error, callbacks.state.global_step, saver.in_flight
+        if first not in (None, error):  # by which the step could not be saved, say
+            logger.error("after that, another error: %s: %s", type(error).__name__, error)
+        saved = first_step if saver.newest is None else step_of(saver.newest)
+        if saved < step:
+            logger.error(
+                "%s since %s lost by this error%s; the same command resumes from there",
+                counted(step - saved, "step"),
+                f"{root(saved).name} are" if saved else "the start are",
+                f", unless {writing.name} is still committed" if writing else "",
+            )
+        elif step > first_step:
+            logger.info("step %d is saved; the same command resumes from it", step)
+        if first is None or first is error:
+            raise
+        raise first from first.__cause__
+    finally:
+        callbacks.error, callbacks.is_deferring = None, False
 
 
 @dataclass

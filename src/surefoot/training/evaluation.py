@@ -74,8 +74,7 @@ class Evaluation:
         losses, figures = list[Loss](), dict[str, float]()
         self.kept.begin()
         with self.network.evaluating():
-            for cpu_batch in self._batches(held_out, figures, size):
-                batch = cpu_batch.to(device())
+            for batch in self._batches(held_out, figures, size):
                 outputs = self.network.forward(batch, self.stage.eval_spec)
                 loss = self.stage.loss(POLICY, outputs, batch)
                 losses.append(with_router_loss(loss, outputs).detach())
@@ -99,16 +98,20 @@ class Evaluation:
         """This rank's micro-batches of all windows. Metrics of these are added to ``figures``, each
         times the examples of its window."""
         for place, items in windows_of(len(held_out.examples), self.window_size).items():
-            loaded = [held_out.examples[int(item)] for item in items]
             context = self.context(place)
-            prepared = self.stage.prepare(context, held_out.kept.added(place, loaded))
+            with self.world.together():
+                read = [held_out.examples[int(item)] for item in items]
+                loaded = held_out.kept.added(place, read)
+            prepared = self.stage.prepare(context, loaded)
             self.kept.add(context, context.recorded, prepared.examples)
             for name, value in prepared.figures.items():
                 figures[name] = figures.get(name, 0.0) + value * len(items)
             ranks = self.world.data_rank, self.world.num_data_ranks
             collation = self.collation.among(prepared.examples, self.world.num_data_ranks)
             for group in in_turn(len(prepared.examples), size, *ranks):
-                yield collation.batch_of(group, prepared.examples)
+                with self.world.together():
+                    batch = collation.batch_of(group, prepared.examples).to(device())
+                yield batch
 
 
 def prefixed(parts: Mapping[str, Mapping[str, float]], prefix: str) -> dict[str, float]:
@@ -144,9 +147,6 @@ def record_evaluation(
     ``load_best_model_at_end`` a new best is always saved. Raises ``RunError`` if
     ``metric_for_best_model`` is not among them."""
     state, control = callbacks.state, callbacks.control
-    record = {"step": state.global_step, "epoch": state.epoch, **metrics}
-    state.log_history.append(record)
-    callbacks.emit("on_log", logs=record)
     name = section.metric_for_best_model
     check_metric(name, metrics)
     best = state.best_metric
@@ -162,10 +162,12 @@ def check_metric(name: str, metrics: Mapping[str, float]) -> None:
     """Raise ``RunError`` if evaluations have no metric with the ``name`` of
     ``metric_for_best_model``."""
     if name not in metrics:
-        raise RunError(
+        error = RunError(
             f"train.metric_for_best_model: no metric {name!r}; "
             f"expected one of {', '.join(sorted(metrics))}"
         )
+        error.is_everywhere = True  # all ranks have the same metrics
+        raise error
 
 
 def first_window(held_out: EvaluationSet, size: int) -> EvaluationSet:

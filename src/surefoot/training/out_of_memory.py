@@ -246,8 +246,8 @@ def _read(folder: Path | None) -> FittedSizes | None:
     try:
         with files.open_file(folder / FILE) as file:
             state = json.loads(files.read_all(file, _LIMIT))
-    except (OSError, ValueError):  # none, or cut off by a crash: the step fails again
-        return None
-    sizes = FittedSizes()
-    sizes.load_state_dict(state)
+        sizes = FittedSizes()
+        sizes.load_state_dict(state)
+    except (OSError, ValueError, TypeError, AttributeError):  # none, cut off, another program's
+        return None  # the step fails again, and they are found again
     return sizes

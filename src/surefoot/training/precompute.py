@@ -14,7 +14,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from ..data.order.micro_batches import Items
 from ..data.store.cache import Ragged
 from ..data.store.dataset import EncodedDataset
 from ..errors import DataError, ModelError
-from ..model.loading import PLACES, WEIGHTS
 from ..model.section import ModelSection
 from ..parallel.world import World
 from ..storage import files
@@ -41,7 +40,7 @@ from .stage import AuxiliaryModel, Stage, StageContext, auxiliary_models
 from .windows import Place
 
 logger = logging.getLogger(__name__)
-VERSION = 4  # of what is computed, how, and of the files
+VERSION = 5  # of what is computed, how, and of the files
 FOLDER = "reference"  # in data.cache_dir
 # Killed within, a run goes on from the last whole piece.
 PIECE = 2048  # items
@@ -88,12 +87,11 @@ class KeptPiece:
 
     def read(self) -> Columns | None:
         """The stored columns; None if they are missing or damaged."""
-        with files.raising(DataError, "data.cache_dir"):
-            try:
-                with files.open_file(self.path) as file:
-                    arrays = load(files.read_all(file, 1 << 30))
-            except (FileNotFoundError, SafetensorError):
-                return None
+        try:
+            with files.open_file(self.path) as file:
+                arrays = load(files.read_all(file, 1 << 30))
+        except (OSError, ValueError, SafetensorError):
+            return None
         check = arrays.pop("check", None)
         if check is None or check.tobytes() != _check(arrays):
             return None
@@ -288,31 +286,36 @@ def _base_of(folder: Path) -> str | None:
     return str(base)
 
 
-def identity_of(
-    stage: Stage, models: Mapping[str, tuple[ModelSection, Path]], *more: object
-) -> str:
-    """A text that changes whenever an auxiliary model, by role with its folder, or its computation
-    may have changed; ``more`` are its other inputs: precision, packing."""
-    parts = [_model_identity(role, section, base) for role, (section, base) in models.items()]
-    return json.dumps([VERSION, type(stage).__name__, parts, [str(value) for value in more]])
+@dataclass(frozen=True)
+class Ingredients:
+    """All that columns are made from besides the examples, and so their key: the stage, its models
+    with the hashes of their files, and how they compute."""
+
+    stage: str
+    models: Mapping[str, tuple[object, ModelSection, Mapping[str, str]]]  # by role; spec and hashes
+    vocabulary: int  # tokens: rows that embeddings get are in every sum over the vocabulary
+    computing: Sequence[object]  # precision, packing
+
+    @property
+    def identity(self) -> str:
+        """A text that is equal for equal ingredients."""
+        # Every setting, so that a new one is in the key unless it is known to change nothing.
+        parts = [
+            [role, str(spec), sorted(hashes.items()), _computed_with(section)]
+            for role, (spec, section, hashes) in sorted(self.models.items())
+        ]
+        settings = [str(value) for value in self.computing]
+        return json.dumps([VERSION, self.stage, parts, self.vocabulary, settings])
 
 
-def _model_identity(role: str, model: ModelSection, base: Path) -> list[object]:
-    adapters = [*model.frozen_adapters, *([model.adapter] if model.adapter else [])]
-    folders = [base, *adapters]
-    settings = (
-        *(model.dtype, model.quantization_bit, model.quantization_type, model.double_quantization),
-        model.attention,
-    )
-    return [role, [_trace(folder) for folder in folders], [str(value) for value in settings]]
+# Of a model: where it is, as its files count by their content; and what a frozen one never does.
+_ELSEWHERE = frozenset({"path", "revision", "hub", "adapter", "frozen_adapters", "new_weights"})
+_NOT_FROZEN = frozenset({"gradient_checkpointing", "neftune_noise_alpha", "eos_token", "compile"})
 
 
-def _trace(folder: Path) -> list[str]:
-    """Names, sizes and times of the files of a model; no weight is read for it."""
-    kinds = ("config.json", "adapter_config.json", *(f"{place}{WEIGHTS}" for place in PLACES))
-    paths = {path for kind in kinds for path in folder.glob(kind)}
-    stats = [(path.relative_to(folder), path.stat()) for path in sorted(paths)]
-    return [f"{path}:{s.st_size}:{s.st_mtime_ns}" for path, s in stats]
+def _computed_with(section: ModelSection) -> list[str]:
+    names = [each.name for each in fields(section) if each.name not in _ELSEWHERE | _NOT_FROZEN]
+    return [f"{name}={getattr(section, name)}" for name in names]
 
 
 def _key(identity: str, content: str) -> str:

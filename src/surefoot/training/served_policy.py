@@ -68,7 +68,8 @@ class ServedPolicy:
         journal = None
         if request.place[0] >= 0:  # not an evaluation, which is sampled anew after a restart
             journal = ResponseJournal(self.run, request.place, request.version)
-        settings = {**asdict(request.settings), "batch_size": None}
+        stops = self._stops(request.stops)
+        settings = {**asdict(request.settings), "batch_size": None, "stops": stops}
         # Not the weights themselves: on another number of ranks they differ by rounding, and the
         # responses are still those that the run was trained on (docs/decisions/0057).
         key = key_of(self.lineage, request.prompts, settings, request.turn)
@@ -229,7 +230,8 @@ class ResponseJournal:
 
     def add(self, key: str, samples: Mapping[int, Sample]) -> None:
         """Append responses, and flush them. Raises ``RunError``."""
-        lines = [json.dumps({"key": key, "index": i, **asdict(s)}) for i, s in samples.items()]
+        rows = [{"key": key, "index": i, **asdict(s)} for i, s in samples.items()]
+        lines = [json.dumps({**row, "check": _check(row)}) for row in rows]
         with files.raising(RunError, "cannot write the responses of a window"):
             files.make_folder(self.path.parent)
             # a line break first, which ends a line that a crash has cut short
@@ -253,14 +255,18 @@ def key_of(lineage: str, prompts: Sequence[Sequence[int]], settings: object, tur
     return files.digest(json.dumps(inputs).encode())
 
 
+def _check(row: Mapping[str, object]) -> str:
+    return files.digest(json.dumps(row, sort_keys=True).encode())
+
+
 def _rows(text: str) -> Iterator[dict[str, Any]]:
-    """The complete lines."""
+    """The complete lines that are as they were written."""
     for line in text.split("\n"):
         try:
             row = json.loads(line)
         except ValueError:
             continue
-        if isinstance(row, dict) and row.keys() >= {"key", "index", "ids", "logps"}:
+        if isinstance(row, dict) and row.pop("check", None) == _check(row):
             yield row
 
 

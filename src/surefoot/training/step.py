@@ -264,6 +264,14 @@ class Learner:
         self.trained.drop_gradients()
         gather_nothing(self.module)
 
+    def undo(self, step: int) -> None:
+        """Be as after ``step`` updates: a later one has begun, and is not made."""
+        self.drop_gradients()
+        move_weights(self.step.optimizer, for_gradients=False)
+        # A method that trains another block from here on has begun it; a resume expects the state
+        # of the block before, of which only what the new one shares is used.
+        self.step.optimizer = self.trained.at(max(0, step - 1))
+
     @property
     def weights(self) -> Weights:
         """What a checkpoint contains of the model."""

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from functools import partial
 from signal import Signals
+from traceback import clear_frames
 from typing import Any
 
 from ..batch import Window
@@ -19,13 +20,13 @@ from ..checkpoint.loading import load
 from ..checkpoint.saving.saver import AsyncSaver
 from ..checkpoint.state.roles import MODEL, Stateful
 from ..checkpoint.state.states import RandomState
-from ..errors import STOP_SIGNALS
+from ..errors import STOP_SIGNALS, CheckpointError, LostPeerError
 from ..model.numerics import seed_everything
 from ..parallel.progress import DATA, ENDING, EVALUATING, SAVING, TRAINING
 from ..parallel.world import ALONE, World
 from ..storage.files import exists
 from .callback import Callbacks, TrainerControl, TrainerState
-from .control import LogAccumulator, StopSignal
+from .control import LogAccumulator, StopSignal, saying_what_is_lost
 from .evaluation import Evaluation, EvaluationSet, prefixed, record_evaluation, speeds
 from .section import TrainSection
 from .stage import POLICY, Stage
@@ -43,9 +44,11 @@ from .step import (
 )
 from .windows import Place, StepInput, Windows
 
+_FAILED = "another rank has failed; the cause is in that rank's own error message"
+
 
 class _BrokenOffError(Exception):
-    """A signal arrived during an evaluation."""
+    """A signal or an error arrived during an evaluation."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class _Progress:
     micro_batch: int = 0  # the index of the one that runs
     eval_batches: int = 0  # of this evaluation
     is_trying: bool = False  # no event of a trial is emitted
+    is_failing: bool = False  # whether some rank keeps an error, with which the run ends
     is_room_checked: bool = False  # for the snapshot of a save
 
 
@@ -123,20 +127,25 @@ class Trainer:
         """Train until ``max_steps``, a signal or ``control.stop_signal``, which all end in a save,
         or until ``control.should_training_stop``.
         Raises ``RunError`` for NaN and infinity if ``on_nan`` is stop, ``CheckpointError`` if a
-        save failed and ``on_save_error`` is stop."""
+        save failed and ``on_save_error`` is stop; and what any other part raises, once the last
+        whole step is saved."""
         self.control.should_training_stop, self.control.stop_signal = False, None
         self.policy.module.train()
         self.callbacks.emit("on_train_begin")
-        with self.stop, self.feeder, self.saver, self.world.progress.during(TRAINING):
-            for flag in self.state.pending:
-                setattr(self.control, flag, True)
-            if self.section.on_nan == "rollback" and self.saver.newest is None:
-                self.save()  # somewhere to go back to
-            self._act()
-            while not self._is_done():
-                self._turn()
+        self._progress.is_failing = False
+        with saying_what_is_lost(self.callbacks, self.saver):
+            with self.stop, self.feeder, self.saver, self.world.progress.during(TRAINING):
+                for flag in self.state.pending:
+                    setattr(self.control, flag, True)
+                if self.section.on_nan == "rollback" and self.saver.newest is None:
+                    self.save()  # somewhere to go back to
                 self._act()
-            self._collect(wait=True)
+                while not self._is_done():
+                    self._turn()
+                    self._act()
+                self._collect(wait=True)
+            if self.callbacks.error is not None or self._progress.is_failing:
+                raise self.callbacks.error or LostPeerError(_FAILED)
         self.world.progress.enter(ENDING)
         self.callbacks.emit("on_train_end")
         return self.state
@@ -170,6 +179,14 @@ class Trainer:
         with self.world.progress.during(EVALUATING):
             return prefixed({n: self._measure(x, may_leave=False) for n, x in sets.items()}, prefix)
 
+    def _bears(self, error: Exception) -> bool:
+        """Keep ``error`` until the last whole step is saved; False: some rank cannot join."""
+        is_alone = self.world.size == 1
+        if not (is_alone or getattr(error, "is_everywhere", False)):
+            return False
+        clear_frames(error.__traceback__)  # which hold the tensors of the pass
+        return self.callbacks.defers(error)
+
     def _is_done(self) -> bool:
         return (
             self.control.should_training_stop
@@ -182,17 +199,33 @@ class Trainer:
         windows, loader = self.windows, self.windows.loader
         # A rollback comes by here again, with one window more to leave out.
         windows.leave_out(self.state.skipped_windows)
-        if windows.is_between and loader.window == 0:
-            self.control.should_epoch_stop = False
-            self.callbacks.emit("on_epoch_begin")
+        is_first, random = windows.is_between and loader.window == 0, RandomState()
+        drawn = random.state_dict()
         windows.memory.step = self.state.global_step + 1
         self.world.progress.step(self.state.global_step + 1)
-        with self.world.progress.during(DATA):
-            turn = windows.next_turn()
-        self.world.progress.prepared(turn.seconds)
+        try:
+            with self.world.progress.during(DATA):
+                turn = windows.next_turn()
+            self.world.progress.prepared(turn.seconds)
+            self.interval.spend(turn.seconds)
+            if is_first:
+                self.control.should_epoch_stop = False
+                self.callbacks.emit("on_epoch_begin")
+            pending = self._passed(turn) if turn.window else []
+        except Exception as error:  # data, a reward, a picture: no weight has changed yet
+            if not self._bears(error):
+                raise
+            for learner in self.learners.values():
+                learner.undo(self.state.global_step)
+            windows.undo_turn()
+            random.load_state_dict(drawn)
+            return
+        if pending and not self._update(turn, pending):
+            return
         self.interval.note(turn.figures)
-        self.interval.spend(turn.seconds)
-        if (turn.window and not self._step(turn)) or not windows.is_between:
+        if pending:
+            self.callbacks.emit("on_step_end")
+        if not windows.is_between:
             return
         while self.control.should_epoch_stop and loader.window:
             loader.skip()
@@ -200,10 +233,9 @@ class Trainer:
         if loader.window == 0:
             self.callbacks.emit("on_epoch_end")
 
-    def _step(self, turn: StepInput) -> bool:
-        """One optimizer step; False if it led back to the latest checkpoint."""
+    def _passed(self, turn: StepInput) -> list[PendingMetrics]:
+        """Forward and backward of a step."""
         started = time.monotonic()
-        state, steps = self.state, [learner.step for learner in self.learners.values()]
         self.callbacks.emit("on_step_begin")
         pending = self.windows.memory.train(
             lambda: self._all_gradients(turn.window),
@@ -211,8 +243,16 @@ class Trainer:
             clean=self._drop_gradients,
             place=self._rows,
         )
+        self.interval.spend(time.monotonic() - started)
+        return pending
+
+    def _update(self, turn: StepInput, pending: list[PendingMetrics]) -> bool:
+        """Update the weights; False if it led back to the latest checkpoint."""
+        started = time.monotonic()
+        state, steps = self.state, [learner.step for learner in self.learners.values()]
         self.callbacks.emit("on_pre_optimizer_step")
         pending = all_or_none(pending)
+        self.callbacks.is_deferring = True  # from here on, there is a step to lose
         for step, figures in zip(steps, pending, strict=True):
             step.update(figures)
         self.callbacks.emit("on_optimizer_step")
@@ -229,7 +269,6 @@ class Trainer:
         self._progress.unread = _Taken(state.global_step, turn.place, pending[0])
         state.epoch = self.windows.loader.progress
         self.interval.spend(time.monotonic() - started)
-        self.callbacks.emit("on_step_end")
         return True
 
     def _all_gradients(self, window: Window) -> list[PendingMetrics]:
@@ -328,8 +367,7 @@ class Trainer:
         for name, each in self.evals.items():
             parts[name] = self._measure(each)
             self.evaluation.kept.end(name)
-        if self.world.is_main:
-            self.evaluation.kept.write(self.state.global_step)
+        self.world.on_main(lambda: self.evaluation.kept.write(self.state.global_step))
         samples = sum(len(each.examples) for each in self.evals.values())
         counts = {"samples": samples, "steps": self._progress.eval_batches}
         return prefixed(parts, "eval") | speeds("eval", time.monotonic() - started, counts)
@@ -358,22 +396,34 @@ class Trainer:
         state.pending = []
         if not self._catch_up():
             return
-        if control.should_log:
+        is_logged, is_evaluated = control.should_log, control.should_evaluate and bool(self.evals)
+        if is_logged:
             self.interval.log(self.callbacks)
-        if control.should_evaluate and self.evals:
-            try:
-                with self.world.progress.during(EVALUATING):
-                    metrics = self._measure_all()
-                with self.policy.network.evaluating():  # callbacks generate without dropout
-                    record_evaluation(self.section, self.callbacks, metrics)
-            except _BrokenOffError:
-                state.pending = ["should_evaluate"]
+        if is_evaluated and (self._is_leaving or not self._evaluate()):
+            state.pending = ["should_evaluate"]
         control.should_log = control.should_evaluate = False
+        if is_logged or is_evaluated:
+            self._agree()  # on the errors of these
         control.should_save |= self._is_leaving
         if control.should_save:
             control.should_save = False
             self.save()
         self._collect()
+
+    def _evaluate(self) -> bool:
+        """Measure and log; False if a signal or an error has broken it off."""
+        try:
+            with self.world.progress.during(EVALUATING):
+                metrics = self._measure_all()
+            with self.policy.network.evaluating():  # callbacks generate without dropout
+                record_evaluation(self.section, self.callbacks, metrics)
+        except _BrokenOffError:
+            return False
+        except Exception as error:  # of held-out data, a reward, a metric
+            if not self._bears(error):
+                raise
+            return False
+        return True
 
     def _catch_up(self) -> bool:
         """If any flag is set, wait for the last step's metrics; False if they led back to the
@@ -390,24 +440,33 @@ class Trainer:
 
     @property
     def _is_leaving(self) -> bool:
-        """Whether a signal ends the run: one that was there when it was last looked for, as it may
-        come between the decision to save and the end of the loop."""
-        return self._progress.agreed is not None
+        """Whether a signal or an error ends the run: one that was there when it was last looked
+        for, as it may come between the decision to save and the end of the loop."""
+        return self._progress.agreed is not None or self._progress.is_failing
 
     def _agree(self) -> None:
-        """Look for a signal, and make all ranks do the same: set the flags that any has set."""
+        """Look for a signal and an error, and make all ranks do the same: set the flags that any
+        has set."""
         signal = self.stop.received or self.control.stop_signal
         if signal not in (None, *STOP_SIGNALS):  # 128 + SIGKILL, say, would be read as a kill
             signals = ", ".join(each.name for each in STOP_SIGNALS)
-            raise ValueError(f"control.stop_signal: expected one of {signals}, got {signal!r}")
+            error = ValueError(f"control.stop_signal: expected one of {signals}, got {signal!r}")
+            signal = self.control.stop_signal = None
+            if not self.callbacks.defers(error):
+                raise error
+        is_failing = self.callbacks.error is not None
         if self.world.size == 1:
             self._progress.agreed = None if signal is None else Signals(signal)
+            self._progress.is_failing = is_failing
             return
         names = [each.name for each in fields(self.control) if each.name != "stop_signal"]
         local_flags = [float(getattr(self.control, name)) for name in names]
         # Else one rank would save while another trains, and both would wait for each other in
         # collectives.
-        *flags, number = self.world.largest([*local_flags, float(signal or 0)])
+        *flags, number, failing = self.world.largest(
+            [*local_flags, float(signal or 0), float(is_failing)]
+        )
+        self._progress.is_failing = bool(failing)
         for name, flag in zip(names, flags, strict=True):
             setattr(self.control, name, bool(flag))
         self._progress.agreed = Signals(int(number)) if number else None
@@ -450,7 +509,12 @@ class Trainer:
     def _collect(self, *, wait: bool = False) -> None:
         """Call the callbacks for saves that have been committed."""
         with self.world.progress.during(SAVING):
-            committed = self.saver.wait() if wait else self.saver.poll()
+            try:
+                committed = self.saver.wait() if wait else self.saver.poll()
+            except CheckpointError as error:
+                if wait or not self.callbacks.defers(error):
+                    raise
+                committed = []  # the next step is saved, if it can be
         for path in committed:
             self._progress.rollbacks = 0
             if self.world.is_main:  # the others know only of their own part

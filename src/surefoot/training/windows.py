@@ -23,6 +23,7 @@ from ..data.store.cache import num_tokens
 from ..errors import RecipeError, RunError, counted
 from ..model.numerics import derive
 from ..optim.optimizer import Optimizer
+from ..parallel.world import ALONE, World
 from ..schema import Unset
 from .out_of_memory import MemoryGuard
 from .section import TrainSection
@@ -123,6 +124,7 @@ class Windows:
     memory: MemoryGuard
     inside: WindowState = field(default_factory=WindowState)
     stage_state: StageState = field(default_factory=StageState)  # which ``context`` reads
+    world: World = ALONE
     _num_empty: int = field(default=0, init=False)  # windows in a row
     _turn: _Turn | None = field(default=None, init=False)  # the last one
     _step_examples: Sequence[Features] = field(default=(), init=False)  # what it trains on
@@ -148,21 +150,23 @@ class Windows:
     def next_turn(self) -> StepInput:
         """What the next optimizer step trains on; advances the position. Raises ``RunError`` if
         there was nothing to train on for many windows."""
-        self.loader.resize(self.memory.micro_batch_size)  # before a window is built ahead
         place = self.loader.epoch, self.loader.window
-        loaded = None
+        self._turn = _Turn(place, None, replace(self.inside), self.stage_state.values)
+        self.loader.resize(self.memory.micro_batch_size)  # before a window is built ahead
         if self.is_between:
-            loaded = self.kept.added(place, self.loader.next_examples())
-        self._turn = _Turn(place, loaded, replace(self.inside), self.stage_state.values)
+            with self.world.together():
+                loaded = self.kept.added(place, self.loader.next_examples())
+            self._turn = replace(self._turn, loaded=loaded)
         step = self.repeat_turn()
         self._num_empty = 0 if len(self._step_examples) else self._num_empty + 1
         if self._num_empty > (self.loader.steps_per_epoch or MAX_EMPTY):
             summary = ", ".join(f"{name} {value:.4g}" for name, value in step.figures.items())
-            raise RunError(
-                f"there was nothing to train on in {self._num_empty} windows in a row (in the "
-                f"last one: {summary}); make the reward distinguish responses, or train with sft "
-                "first"
-            )
+            with self.world.together():  # all of them
+                raise RunError(
+                    f"there was nothing to train on in {self._num_empty} windows in a row (in the "
+                    f"last one: {summary}); make the reward distinguish responses, or train with "
+                    "sft first"
+                )
         return step
 
     def repeat_turn(self) -> StepInput:
@@ -190,8 +194,17 @@ class Windows:
         inside.done += 1
         if inside.done >= len(steps):
             inside.clear()
-        window = self.loader.deal(self._step_examples) if len(self._step_examples) else ()
+        window: Window = ()
+        if len(self._step_examples):
+            with self.world.together():
+                window = self.loader.deal(self._step_examples)
         return StepInput(place, window, figures, seconds)
+
+    def undo_turn(self) -> None:
+        """Be where the last turn began: its step is not taken."""
+        if (turn := self._turn) is not None:
+            self.loader.epoch, self.loader.window = turn.place
+            self.inside, self.stage_state.values = replace(turn.inside), turn.stage_values
 
     def heaviest(self) -> Window:
         """The window with the largest micro-batch, prepared like a turn; nothing advances."""

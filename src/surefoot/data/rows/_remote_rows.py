@@ -51,7 +51,7 @@ OPTIONS: Mapping[bool, Sequence[Mapping[str, Any]]] = {
     False: ({}, {"anon": True}),
 }
 TAGS = ("ETag", "etag", "LastModified", "Last-Modified")  # tell versions of a file apart
-LISTED = "files.json"  # names of the copies that were complete when the server was asked last
+LISTED = "files.json"  # names and hashes of the copies that were complete when the server was asked
 NOT_NEEDED = ("*.py", ".git*")  # scripts are not run
 ADDRESS = re.compile(r"hf://datasets/(?P<name>[^@]+)@(?P<revision>[0-9a-f]{40})/(?P<path>.+)")
 SCRIPTS = "Dataset scripts are no longer supported"
@@ -72,8 +72,13 @@ def remote_files(address: Address, text_unit: TextUnit = "file") -> Files:
 def _copies(address: Address, folder: Path) -> list[Path]:
     """The local copies of a file, or of the files of a folder, in the order of their names: up to
     date as far as the server can be reached."""
-    names: list[str] = files.read_json(folder / LISTED) if (folder / LISTED).exists() else []
-    local_copies = [folder / name for name in names]
+    known = files.read_json(folder / LISTED) if (folder / LISTED).exists() else {}
+    hashes: Mapping[str, str] = known if isinstance(known, dict) else dict.fromkeys(known, "")
+    damaged = [folder / name for name, digest in hashes.items() if not _is(folder / name, digest)]
+    for path in damaged:
+        logger.warning("%s: its copy %s is damaged or gone; downloading it again", address, path)
+        path.unlink(missing_ok=True)
+    local_copies = [] if damaged else [folder / name for name in hashes]
     if offline_setting() is not None:
         if not local_copies:
             check_online(str(address))
@@ -90,8 +95,14 @@ def _copies(address: Address, folder: Path) -> list[Path]:
     for entry, path in zip(listed, paths, strict=True):
         if not path.exists():
             _copy(store, entry, path)
-    files.write_aside(folder / LISTED, json.dumps([path.name for path in paths]).encode())
+    hashes = {path.name: hashes.get(path.name) or Files((path,)).content_hash() for path in paths}
+    files.write_aside(folder / LISTED, json.dumps(hashes).encode())
     return paths
+
+
+def _is(path: Path, digest: str) -> bool:
+    """Whether a copy is what arrived, as far as that is known."""
+    return path.is_file() and digest in ("", Files((path,)).content_hash())
 
 
 def _listed(address: Address) -> tuple[Any, Sequence[Mapping[str, Any]]]:

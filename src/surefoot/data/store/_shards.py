@@ -33,10 +33,12 @@ from ...storage import files
 from ...storage.child import Child
 from ..data_order import Index
 from ..example import JSON, BrokenRow, Dropped, Encoded, Example, Truncated, items_of, unread_in
+from ..media.files import MediaFiles
+from ..media.stamps import first_changed
 from ..rows._row_sources import first_broken
 from . import cache
 from ._shares import ALONE_SECONDS, Shares, num_shares
-from .cache import Cached, FlatLists, Writer, flattened, num_tokens
+from .cache import Cached, EncodedStore, FlatLists, Writer, flattened, num_tokens
 
 ROWS, TOKENS = 4096, 1 << 22  # a shard ends with one or the other
 WHOLE = "whole.json"
@@ -78,6 +80,7 @@ class ShardedDataset:
     fingerprint: str  # of ``rows`` when they were opened
     shard_rows: int | None = None  # None: all rows are one shard
     start_share: StartShare | None = None  # the process of a share
+    media: MediaFiles | None = None  # where its pictures are
 
     @property
     def folder(self) -> Path:
@@ -85,8 +88,11 @@ class ShardedDataset:
         return self.root if self.shard_rows is None else self.root / f"{self.fingerprint}.shards"
 
     def find(self, number: int) -> Cached | None:
-        """A shard; None if it is missing or damaged."""
-        return cache.find(self.folder, self._name(number))
+        """A shard; None if it is missing or damaged, or a picture of it has changed."""
+        return cache.find(self.folder, self._name(number), self._changed)
+
+    def _changed(self, store: EncodedStore, began: float | None = None) -> str | None:
+        return None if self.media is None else first_changed(self.media, store, began)
 
     def counts(self) -> tuple[int, int | None] | None:
         """How many shards there are, and how many items if that is stored; None as long as one is
@@ -129,7 +135,10 @@ class ShardedDataset:
                 rows.go_to(total.rows)
                 if self.shard_rows is not None and rows.is_at_end():
                     break
-                store = cache.load_or_build(self.folder, self._name(number), build)
+                began, name = time.time(), self._name(number)
+                store = cache.load_or_build(self.folder, name, build, self._changed)
+                if store.is_new and (picture := self._changed(store.store, began)) is not None:
+                    raise DataError(f"picture {picture} changed while it was read")
             total, number = add(total, report_from(store.report, self.rows.name)), number + 1
             yield total
         if self.shard_rows is not None:

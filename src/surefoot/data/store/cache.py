@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +49,7 @@ MAX_HEADER = 1 << 30  # bytes; it holds a line for every broken row
 POLL_SECONDS = 0.1
 CHUNK = 4 << 20  # bytes that are hashed at a time
 SKETCHED = 4096  # items whose tokens are read at a time, for their sketches
+Changed: TypeAlias = "Callable[[EncodedStore], str | None]"  # of what a dataset was made from
 _PLACES, _FACTOR = 4, 1_000_003  # of a sketch: its tokens, less one, and its base
 
 
@@ -66,31 +67,42 @@ def default_folder() -> Path:
     return default_cache().with_name("data")
 
 
-def load_or_build(root: Path, fingerprint: str, build: Callable[[Writer], JSON]) -> Cached:
-    """The cached dataset of ``fingerprint``; if there is none, ``build`` writes it.
+def _nothing(_store: EncodedStore) -> str | None:
+    return None
+
+
+def load_or_build(
+    root: Path,
+    fingerprint: str,
+    build: Callable[[Writer], JSON],
+    changed: Changed = _nothing,
+) -> Cached:
+    """The cached dataset of ``fingerprint``; if there is none, or something has ``changed``,
+    ``build`` writes it.
 
     If several processes need it at the same time, one builds and the others wait for it.
     """
     folder = root / fingerprint
-    if (cached := find(root, fingerprint)) is not None:
+    if (cached := find(root, fingerprint, changed)) is not None:
         return cached
     with files.raising(DataError, "data.cache_dir"):
         files.make_folder(root)
         with _alone(folder.with_name(f"{fingerprint}.lock")) as is_alone:
             try:
-                return _open(folder)
+                return _open(folder, changed)
             except DamagedCacheError as error:
                 if files.exists(folder):
-                    logger.warning("%s is damaged (%s): encoding it again", folder, error)
+                    logger.warning("%s is %s (%s): encoding it again", folder, error.how, error)
             if is_alone:
                 _remove_leftovers(folder)
-            return _build(folder, build)
+            return _build(folder, build, changed)
 
 
-def find(root: Path, fingerprint: str) -> Cached | None:
-    """The cached dataset of ``fingerprint``; None if it is missing or damaged."""
+def find(root: Path, fingerprint: str, changed: Changed = _nothing) -> Cached | None:
+    """The cached dataset of ``fingerprint``; None if it is missing or damaged, or if something has
+    ``changed``."""
     with files.raising(DataError, "data.cache_dir"), contextlib.suppress(DamagedCacheError):
-        return _open(root / fingerprint)
+        return _open(root / fingerprint, changed)
     return None
 
 
@@ -197,8 +209,9 @@ def _write_index(folder: Path, name: str, index: Index) -> dict[str, _Written]:
     return {name: _Written(len(data), files.digest(data))}
 
 
-def _open(folder: Path) -> Cached:
-    """Open a folder. Raises ``DamagedCacheError`` unless all of its bytes are as written."""
+def _open(folder: Path, changed: Changed = _nothing) -> Cached:
+    """Open a folder. Raises ``DamagedCacheError`` unless all of its bytes are as written, and
+    nothing outside that they depend on has ``changed``."""
     features, indexes = dict[str, Ragged](), dict[str, Index]()
     equal: dict[_Written, Index] = {}  # such as the offsets of tokens and labels: once in memory
     try:
@@ -214,9 +227,15 @@ def _open(folder: Path) -> Cached:
             features[name] = Ragged(flat, indexes[name + OFFSETS])
     except FileNotFoundError as error:
         raise DamagedCacheError(f"no {Path(error.filename).name}") from error
+    except OSError as error:  # a folder in place of a file, a disk that cannot read it
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise DamagedCacheError(str(error.strerror)) from error
     listed = {name: list(written) for name, written in parts.items()}
-    content = files.digest(_canonical(listed))
-    return Cached(EncodedStore(features, indexes[ROWS], content), header["report"])
+    store = EncodedStore(features, indexes[ROWS], files.digest(_canonical(listed)))
+    if (name := changed(store)) is not None:
+        raise StaleCacheError(f"picture {name} has changed since it was encoded")
+    return Cached(store, header["report"])
 
 
 def _read_header(path: Path) -> dict[str, Any]:
@@ -252,19 +271,19 @@ def _checked(path: Path, written: _Written) -> StoredNumbers:
     return StoredNumbers(file, dtype, written.size // dtype.itemsize)
 
 
-def _build(folder: Path, build: Callable[[Writer], JSON]) -> Cached:
+def _build(folder: Path, build: Callable[[Writer], JSON], changed: Changed) -> Cached:
     aside = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")
     try:
         files.make_folder(aside)
         with Writer(aside) as writer:
             writer.finish(build(writer))
-        _commit(aside, folder)
+        _commit(aside, folder, changed)
     finally:
         files.remove_tree(aside)
     return replace(_open(folder), is_new=True)
 
 
-def _commit(aside: Path, folder: Path) -> None:
+def _commit(aside: Path, folder: Path, changed: Changed) -> None:
     """Rename a finished folder to its final name, unless another process was faster."""
     try:
         files.rename(aside, folder)
@@ -272,7 +291,7 @@ def _commit(aside: Path, folder: Path) -> None:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         with contextlib.suppress(DamagedCacheError):
-            _open(folder)
+            _open(folder, changed)
             return
         files.remove_tree(folder)
         files.rename(aside, folder)
@@ -345,6 +364,14 @@ class StoredNumbers:
 
 class DamagedCacheError(Exception):
     """A file is missing, or differs from what was written."""
+
+    how: ClassVar[str] = "damaged"
+
+
+class StaleCacheError(DamagedCacheError):
+    """What the dataset was made from has changed."""
+
+    how = "stale"
 
 
 # Tokens and lengths; bytes, such as the JSON that a reward reads; precomputed outputs of a model.
