@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
+logger = logging.getLogger(__name__)
 HTTP = ("http", "https")
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
 # For a web server, the proxies of the environment; public buckets are read without credentials, if
