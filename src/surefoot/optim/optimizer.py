@@ -16,10 +16,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 
 from ..errors import RecipeError, counted
-from ..schema import must
+from ..schema import KEPT, must
 from ._rules import modules as rules
 from .plateau import Plateau, Reductions
 from .state_tensor import ParameterKind, ParameterKinds, Shape, StateTensor, check_kinds, layout_of
@@ -63,7 +63,7 @@ class Optimizer(ABC):
     """``wsd`` and ``wsd_cosine``: share of all steps in the final decay."""
     plateau: Plateau = Plateau()
     """``reduce_lr_on_plateau``: when it reduces, by ``train.metric_for_best_model``."""
-    bf16_weights: Literal["stochastic", "master", "nearest"] = "stochastic"
+    bf16_weights: Annotated[Literal["stochastic", "master", "nearest"], KEPT] = "stochastic"
     """How bfloat16 weights (``model.dtype: bfloat16``) are updated. ``stochastic`` rounds each
     result up or down at random, so that updates are right in the mean. ``master`` updates a float32
     copy, which checkpoints contain. ``nearest`` rounds to the nearest value: updates below 0.2 % of

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import inspect
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,12 +30,50 @@ NAME = "code.json"  # in a checkpoint: the functions of the recipe, and the hash
 
 
 def code_of(recipe: Recipe, parts: StageParts = AS_IN_THE_RECIPE) -> dict[str, bytes]:
-    """The file that records the functions of ``recipe`` and of ``parts``, if there are some. Raises
-    ``RunError``."""
-    process = RewardProcess()
-    digests = {str(path): _hash(path, process) for path in functions_in(recipe)} | parts.code()
+    """The file that records the functions and callbacks of ``recipe`` and of ``parts``, with the
+    modules from their folders that they import, if there are some. Raises ``RunError``."""
+    process, digests = RewardProcess(), parts.code()
+    for path in functions_in(recipe):
+        beside = process.check(FunctionReward(path=path).task, SECONDS)
+        digests[str(path)] = _hash(path.file)
+        digests |= {str(file): _hash(file) for file in _modules([path.file, *beside])[1:]}
     process.end()
+    for callback in recipe.train.callbacks:
+        with contextlib.suppress(OSError, TypeError):  # typed at a prompt
+            found = _modules([Path(inspect.getfile(type(callback)))])
+            digests |= {str(file): _hash(file) for file in found}
     return {NAME: json.dumps(digests, indent=2, sort_keys=True).encode()} if digests else {}
+
+
+def _modules(given: Sequence[Path]) -> list[Path]:
+    """The files ``given``, and those that they import from the folder of the first one or from the
+    current one, inside of functions, too."""
+    roots, found, todo = (given[0].parent, Path.cwd()), dict[Path, None](), [*reversed(given)]
+    while todo:
+        file = todo.pop()
+        if file in found or not file.is_file():
+            continue
+        found[file] = None
+        tree = ast.Module([], [])
+        with contextlib.suppress(SyntaxError, ValueError):  # said where it is run
+            tree = ast.parse(file.read_bytes())
+        for node in ast.walk(tree):
+            level = node.level if isinstance(node, ast.ImportFrom) else 0
+            for parts in _names(node):
+                for root in (file.parents[level - 1],) if level else roots:
+                    places = [root.joinpath(*parts[:end]) for end in range(1, len(parts) + 1)]
+                    todo += [place.with_name(f"{place.name}.py") for place in places]
+                    todo += [place / "__init__.py" for place in places]
+    return [*found]
+
+
+def _names(node: ast.AST) -> Iterator[list[str]]:
+    """The modules that a statement imports, or may import, by the parts of their names."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name.split(".") for alias in node.names)
+    if isinstance(node, ast.ImportFrom):
+        before = node.module.split(".") if node.module else []
+        yield from ([*before, alias.name] for alias in node.names)
 
 
 def try_rewards(recipe: Recipe) -> None:
@@ -115,11 +155,11 @@ def check_code(code: Mapping[str, bytes], folder: Path) -> None:
                 "Python with the same `parts`"
             )
     for name, digest in now.items():
-        if before.get(name, digest) != digest:
+        # By the last part of its name where the folder has moved.
+        moved = [d for known, d in before.items() if Path(known).name == Path(name).name]
+        if digest not in ([before[name]] if name in before else moved or [digest]):
             logger.warning("%s has changed since %s was saved", name, folder.name)
 
 
-def _hash(path: FunctionPath, process: RewardProcess) -> str:
-    """Of the file of a function. Raises ``RunError`` if it defines none."""
-    process.check(FunctionReward(path=path).task, SECONDS)
-    return files.digest(path.file.read_bytes())
+def _hash(file: Path) -> str:
+    return files.digest(file.read_bytes())

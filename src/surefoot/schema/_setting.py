@@ -10,7 +10,7 @@ import itertools
 import textwrap
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union
@@ -32,6 +32,15 @@ class Unset(int):
     It is an ``int`` in every respect; only its type says that nobody has set it, so a recipe that
     sets the default's value has set it.
     """
+
+
+class UnsetText(str):
+    """The same of a text."""
+
+    __slots__ = ()
+
+
+UNSET = (Unset, UnsetText)
 
 
 @dataclass(frozen=True)
@@ -63,12 +72,25 @@ class Variants:
 class MayChange:
     """Marks a setting that may differ between two starts of one run, with all that is below it."""
 
+    means: str = ""  # what is said of a change; empty: no bit and no judgement depends on it
     is_schedule: bool = False  # whether weights of later steps depend on it
     is_evaluation: bool = False  # whether they do where the learning rate follows evaluations
 
 
+@dataclass(frozen=True)
+class Kept:
+    """Marks a setting by which saved values mean what they do: a resume takes no other one, in a
+    new folder either. So it is of every choice of a variant. A setting with neither mark belongs to
+    its run: in a new folder another value is taken from there on, and said."""
+
+    value: Callable[[Any], object] | None = None  # what it comes to, from its section
+
+
 FREE = MayChange()
-OF_EVALUATIONS = MayChange(is_evaluation=True)
+ROUNDS = MayChange("the same computation in another order, whose losses agree up to rounding")
+FROM_HERE = MayChange("taken from here on")
+OF_EVALUATIONS = MayChange("taken from here on", is_evaluation=True)
+KEPT = Kept()
 
 
 @dataclass(frozen=True)
@@ -83,6 +105,7 @@ class Setting:
     each: Variants | None = None  # set if it holds a list of variants
     section: type | None = None  # set if it holds a section
     may_change: MayChange | None = None  # set if it may differ when a run is resumed
+    kept: Kept | None = None  # set if it never may
 
     @property
     def doc(self) -> str:
@@ -146,7 +169,7 @@ def _setting(field: dataclasses.Field[Any], hint: object, owner: type) -> Settin
     default = field.default
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
-    free = _mark(hint, MayChange)
+    free, kept = _mark(hint, MayChange), _mark(hint, Kept)
     if (variants := _mark(hint, Variants)) is not None:
         choices = variants.choices
         return Setting(field.name, hint, default, owner, choices=choices, may_change=free)
@@ -155,7 +178,7 @@ def _setting(field: dataclasses.Field[Any], hint: object, owner: type) -> Settin
     if typing.get_origin(hint) is Annotated:
         hint = typing.get_args(hint)[0]
     section = hint if isinstance(hint, type) and dataclasses.is_dataclass(hint) else None
-    return Setting(field.name, hint, default, owner, section=section, may_change=free)
+    return Setting(field.name, hint, default, owner, section=section, may_change=free, kept=kept)
 
 
 def _mark(hint: object, kind: type[T]) -> T | None:

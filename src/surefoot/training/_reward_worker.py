@@ -213,7 +213,8 @@ def result(task: Mapping[str, Any]) -> dict[str, Any]:
                 _loaded(task["settings"]["path"])
         except Exception as error:
             return {"error": _error_text(error)}
-        return {"rewards": [], "errors": {}, "metrics": {}, "extras": {}}
+        files = _imported(str(task["settings"].get("path", "")))
+        return {"rewards": [], "errors": {}, "metrics": {}, "extras": {}, "files": files}
     try:
         return {**_computed(task, range(count)), "errors": {}}
     except FatalError as error:
@@ -221,6 +222,18 @@ def result(task: Mapping[str, Any]) -> dict[str, Any]:
     except Exception as error:
         batch_error = _error_text(error)
     return _one_by_one(task, count, batch_error)
+
+
+def _imported(path: str) -> list[str]:
+    """The files of the modules from the folder of the function at ``path``."""
+    folder = Path(path.rpartition(":")[0]).parent
+    modules = [module for name, module in sys.modules.items() if name != "__main__"]
+    named = {str(getattr(module, "__file__", None) or "") for module in modules}
+    return sorted(
+        name
+        for name in named
+        if path and Path(name).is_relative_to(folder) and "site-packages" not in name
+    )
 
 
 _SESSIONS: dict[int, Any] = {}  # objects of the user's environment, by the conversation

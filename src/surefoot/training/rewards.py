@@ -259,12 +259,14 @@ class RewardProcess:
         default_factory=list, init=False
     )  # of the window's environments, and what they answered
 
-    def check(self, task: RewardTask, seconds: float) -> None:
-        """Raise ``RunError`` unless ``task`` can be computed: its file is run."""
+    def check(self, task: RewardTask, seconds: float) -> list[Path]:
+        """The files beside that of ``task``, which is run, whose modules it imports. Raises
+        ``RunError`` unless it can be computed."""
         empty = Texts((), (), (), {})
         result = self.compute(task, empty, seconds)
         if result.failures:
             raise RunError(f"{task.name}: {result.failures[0].why}")
+        return [Path(file) for file in self._ask(task, empty, seconds).get("files", ())]
 
     def compute(
         self, task: RewardTask, texts: Texts, seconds: float, *, is_one_enough: bool = True
