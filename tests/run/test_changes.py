@@ -3,11 +3,13 @@
 import json
 import logging
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated
 
 import pytest
 
+import small
 import surefoot
 from project import Project, checkpoints, losses
 from surefoot.errors import ModelError, RecipeError, RunError
@@ -110,6 +112,23 @@ def test_values_that_act_alike_and_names_of_one_place_are_no_change(tmp_path):
     shutil.copytree(tmp_path / "real", tmp_path / "copy")
     found = {change.path for change in changes(at("real"), at("copy"))}
     assert found >= {"model.path", "data.datasets", "stage.grpo.reward", "stage.grpo.reference"}
+
+
+@dataclass(frozen=True)
+class Writing:
+    """A saver that has not committed the best step yet."""
+
+    in_flight: Path
+
+    def path_of(self, step):
+        return self.in_flight.with_name(f"checkpoint-{step}")
+
+
+def test_the_best_checkpoint_is_named_whether_or_not_it_is_written_already(tmp_path):
+    trainer = replace(small.trainer(tmp_path), saver=Writing(tmp_path / "checkpoint-2"))
+    trainer.state.global_step, trainer.state.best_global_step = 4, 2
+    named = json.loads(trainer._state_file())["best_model_checkpoint"]
+    assert named == str(tmp_path / "checkpoint-2")
 
 
 STEPS = {1: (5.0, 0.3), 2: (3.0, 0.1), 3: (4.0, 0.2), 4: (3.5, float("nan"))}

@@ -71,8 +71,9 @@ class ForeignTrainer(ABC):
         method: Any = recipe.method
         if schema.variant_name(OPTIMIZERS, optim) != _MOMENTS:
             optim = OPTIMIZERS[_MOMENTS]()
+        adapter = read_adapter(folder)
         with contextlib.suppress(ValueError, TypeError):  # of another kind: its weights are refused
-            continued = method.continued(read_adapter(folder) or {})
+            continued = method if adapter is None else method.continued(adapter)
             cls: type = type(method)
             kept = [name for name, each in schema.settings(cls).items() if each.kept]
             method = replace(method, **{name: getattr(continued, name) for name in kept})
