@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Annotated
 
 import pytest
+import torch
 
 import small
 import surefoot
-from project import Project, checkpoints, losses
-from surefoot.errors import ModelError, RecipeError, RunError
+from project import Project, checkpoints, final_weights, losses
+from surefoot.errors import ModelError, RecipeError, RunError, SurefootError
 from surefoot.optim import OPTIMIZERS
 from surefoot.optim._variants.adamw import AdamW
 from surefoot.recipe.recipe import changes, greater_is_better, read
@@ -268,6 +269,71 @@ def test_what_a_run_reads_besides_is_refused_or_said_if_it_changed(name, sampled
     finally:
         shutil.rmtree(sampled.folder)
         shutil.copytree(tmp_path / "kept", sampled.folder)
+
+
+def other(value):
+    """Another value of the same kind."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    return {str: f"{value}x", list: value[1:] if isinstance(value, list) else []}.get(
+        type(value), {}
+    )
+
+
+def edits(path):
+    """Ways to change a file: each value of a JSON object by itself, or the end of it."""
+    data = path.read_bytes()
+    if path.suffix == ".json":
+        content = json.loads(data)
+        for key, value in content.items():
+            yield key, json.dumps({**content, key: other(value)}).encode()
+            yield (
+                f"without {key}",
+                json.dumps({k: v for k, v in content.items() if k != key}).encode(),
+            )
+    elif path.suffix in (".py", ".jinja"):
+        yield "comment", data + (b"# x" if path.suffix == ".py" else b"{# x #}")
+    else:
+        yield "end", data[:-4] + bytes([data[-4] ^ 1]) + data[-3:]
+
+
+@pytest.mark.proof
+def test_every_file_of_base_data_and_reward_is_refused_said_or_of_no_influence(
+    sampled, tmp_path, caplog
+):
+    """Changed by itself, each value of it that can be, with a cold cache."""
+    kept, found = shutil.copytree(sampled.folder, tmp_path / "kept"), {}
+    surefoot.train(sampled.recipe, **{"train.max_steps": 3})
+    whole = final_weights(sampled.run), losses(sampled.run)
+    files = [*(kept / "model").iterdir(), *(kept / "data").iterdir(), *kept.glob("*.py")]
+    for file in sorted([*files, kept / "held.jsonl"]):
+        for what, data in edits(file):
+            shutil.rmtree(sampled.folder)
+            shutil.copytree(kept, sampled.folder)
+            shutil.rmtree(sampled.folder / "cache")
+            (sampled.folder / file.relative_to(kept)).write_bytes(data)
+            caplog.clear()
+            try:
+                surefoot.train(sampled.recipe, **{"train.max_steps": 3})
+                said = [r for r in caplog.records if "has changed since" in r.getMessage()]
+                is_same = losses(sampled.run) == whole[1]
+                is_same = is_same and equal(final_weights(sampled.run), whole[0])
+                outcome = "said" if said else "same" if is_same else "SILENT"
+            except SurefootError:
+                outcome = "refused"
+            except Exception as error:
+                outcome = f"{type(error).__name__}: {error}"
+            found[f"{file.relative_to(kept)}: {what}"] = outcome
+    shutil.rmtree(sampled.folder)
+    shutil.copytree(kept, sampled.folder)
+    wrong = {k: v for k, v in found.items() if v not in ("refused", "said", "same")}
+    assert not wrong and len(found) > 40, wrong
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_the_same_comparison_holds_for_a_checkpoint_that_is_named_in_the_runs_own_folder(tmp_path):

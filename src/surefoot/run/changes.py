@@ -22,8 +22,11 @@ _SHOWN = 4
 
 
 def changes_in(folder: Path, before: Recipe, now: Recipe) -> list[RecipeChange]:
-    """The changes of a run that goes on in ``folder``: its new weights may have moved with it."""
-    return [change for change in changes(before, now) if not _has_moved(change, folder)]
+    """The changes of a run that goes on in ``folder``: its new weights may have moved with it, and
+    ``auto`` is the size of micro-batches that it has chosen."""
+    found = [change for change in changes(before, now) if not _has_moved(change, folder)]
+    is_chosen = now.train.micro_batch_size == "auto"
+    return [c for c in found if not (is_chosen and c.path == "train.micro_batch_size")]
 
 
 def _has_moved(change: RecipeChange, folder: Path) -> bool:

@@ -257,8 +257,6 @@ def _fit(trainer: Trainer, *, tries_heaviest: bool = False) -> Outcome:
             _load_best(trainer)
         trainer.saver.close()
         return outcome_of(trainer)
-    if state.is_complete:
-        logger.info("the last step is saved, but the run was ended before its results were written")
     newest, last = trainer.saver.newest, trainer.saver.path_of(state.global_step)
     if state.is_complete and state.global_step and newest != last:
         raise RunError(
@@ -266,6 +264,8 @@ def _fit(trainer: Trainer, *, tries_heaviest: bool = False) -> Outcome:
             f"to end at step {state.max_steps:,}, so there is nothing to train; raise "
             "train.max_steps (or train.num_epochs)"
         )
+    if state.is_complete:
+        logger.info("the last step is saved, but the run was ended before its results were written")
     explain_rank_loss = explain_peer_loss(trainer.world.rank, lambda: trainer.signal)
     # also after the last step: a signal lets the last upload finish
     with trainer.stop, explain_rank_loss, explain_out_of_memory(trainer):

@@ -169,13 +169,9 @@ def settle_best(
 ) -> None:
     """Find the best evaluation of a resumed run again, by the metric, direction and ``rows`` of
     now. If the run is to end with it, it is one whose checkpoint ``is_saved``."""
-    judged, metric, greater = (
-        state.judgement,
-        section.metric_for_best_model,
-        section.is_greater_better,
-    )
-    before, now = (judged.metric, judged.greater), (metric, greater)
-    is_known, has_other_rows = judged.metric is not None, judged.rows not in (None, rows)
+    judged, metric = state.judgement, section.metric_for_best_model
+    greater, has_other_rows = section.is_greater_better, judged.rows not in (None, rows)
+    is_compared_alike = (judged.metric, judged.greater) in ((None, None), (metric, greater))
     if has_other_rows:
         judged.since = state.global_step
         logger.warning(
@@ -183,7 +179,7 @@ def settle_best(
             "early stopping and the like start again with the next evaluation",
             state.global_step,
         )
-    if has_other_rows or (is_known and before != now):
+    if has_other_rows or not is_compared_alike:
         state.reductions.best, state.reductions.num_bad = None, 0
     judged.metric, judged.greater, judged.rows = metric, greater, rows
     former = state.best_global_step
