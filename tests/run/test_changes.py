@@ -106,7 +106,7 @@ def test_values_that_act_alike_and_names_of_one_place_are_no_change(tmp_path):
         folder = tmp_path / name
         paths = {"path": str(folder)}, {"datasets": [str(folder / "rows.jsonl")]}
         data = {**paths[1], "dataset_dir": str(folder / "absent"), "media": {"folder": str(folder)}}
-        stage = {"grpo": {"reward": f"{folder}/r.py:f", "reference": str(folder)}}
+        stage = {"grpo": {"reward": f"{folder}/r.py:f", "reference": str(folder), "beta": 0.1}}
         return recipe(model=paths[0], data=data, stage=stage)
 
     assert not changes(at("real"), at("link"))

@@ -149,7 +149,7 @@ def record_evaluation(
     record = {"step": state.global_step, "epoch": state.epoch, **metrics}
     state.log_history.append(record)
     callbacks.emit("on_log", logs=record)
-    name = section.metric_for_best_model
+    name = str(section.metric_for_best_model)
     if name not in metrics:
         raise RunError(
             f"train.metric_for_best_model: no metric {name!r}; "
@@ -169,7 +169,7 @@ def settle_best(
 ) -> None:
     """Find the best evaluation of a resumed run again, by the metric, direction and ``rows`` of
     now. If the run is to end with it, it is one whose checkpoint ``is_saved``."""
-    judged, metric = state.judgement, section.metric_for_best_model
+    judged, metric = state.judgement, str(section.metric_for_best_model)  # a plain one is saved
     greater, has_other_rows = section.is_greater_better, judged.rows not in (None, rows)
     is_compared_alike = (judged.metric, judged.greater) in ((None, None), (metric, greater))
     if has_other_rows:
