@@ -301,7 +301,9 @@ def resume_point(folder: RunFolder, recipe: Recipe) -> Path | None:
         if folder.away is not None:
             return folder.away.newest_sound()
         return recover_latest(folder.path, from_scratch=_FROM_SCRATCH)
-    resume = resume if is_address(resume) else str(_target(Path(resume)))
+    if not is_address(resume):
+        target = _target(Path(resume))  # its own are known by one name, however they are spelled
+        resume = str(folder.path / target.name if is_own else target)
     step = step_of(Path(resume))
     if is_own and any(later > step for later in steps):
         raise RunError(
