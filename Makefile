@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Empty means written: hundreds of processes read what the first one has compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test check proof same lock newest compatibility pictures architectures gpu interop docs clean
+.PHONY: demo test check proof same lock newest compatibility release pictures architectures gpu interop docs clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -64,6 +64,15 @@ newest:  ## the tests with the newest version of everything; says what differs f
 
 compatibility: $(STAMP)  ## the tests with other versions of Python and libraries; ENV=oldest for some; writes docs/compatibility.md
 	$(BIN)/python tests/compatibility.py $(ENV)
+
+release: $(STAMP)  ## build what a release uploads into dist/, and prove it; uploads nothing
+	@test -z "$$(git status --porcelain)" || { echo 'release: commit first, so that what is built has a commit'; exit 1; }
+	$(BIN)/pip install --quiet --disable-pip-version-check build twine
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	DIST=$(CURDIR)/dist $(BIN)/pytest -m 'proof or not proof' -o faulthandler_timeout=3600 tests/test_package.py
+	@echo 'Nothing was uploaded: on PyPI, the name surefoot is another project. To an index of your own: $(BIN)/twine upload -r NAME dist/*'
 
 pictures: $(STAMP)  ## take the pictures and recorded commands of README and docs anew; needs chromium
 	$(BIN)/python tests/docs/record.py

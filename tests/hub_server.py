@@ -26,6 +26,7 @@ class Hub:
         self.asked = []  # every request
         self.needs_token = False
         self.refuses_head = False
+        self.refuses_uploads = None  # the reason
         self.secrets = []  # the Authorization of each request for a plain file
         self.private = {}  # (kind, name) -> whether it is
         self.blobs = {}  # sha256 -> content that was uploaded, of a commit or not

@@ -19,6 +19,8 @@ class Uploads:
         said = self.body()
         if hub.needs_token and "secret" not in self.headers.get("Authorization", ""):
             return self.answer_json({"error": "no"}, 401)
+        if hub.refuses_uploads and parts[-1] != "create":
+            return self.answer_json({"error": hub.refuses_uploads}, 403)
         if parts == ["api", "repos", "create"]:
             wanted = json.loads(said)
             name = f"{wanted['organization']}/{wanted['name']}"

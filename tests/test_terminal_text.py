@@ -1,13 +1,16 @@
 """What others have written never acts on a terminal: errors, logs, tables, previews."""
 
+import ast
 import json
 import logging
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+import surefoot
 from surefoot.cli.main import main
 from surefoot.cli.table import cell
 from surefoot.log import configure
@@ -52,6 +55,20 @@ def test_errors_name_what_they_name_without_its_escapes(arguments, tmp_path):
     found = CliRunner().invoke(main, [word.format(folder=tmp_path) for word in arguments])
     assert found.exit_code == 2
     assert not ACTING & set(found.output), found.output
+
+
+def test_no_text_of_a_file_is_read_as_markup():
+    """rich reads ``[/y]`` in a path as markup, unless its console is told not to."""
+    calls = [
+        (file, node)
+        for file in Path(surefoot.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Console")
+    ]
+    assert len(calls) > 8
+    for file, call in calls:
+        options = {option.arg: ast.unparse(option.value) for option in call.keywords}
+        assert options.get("markup") == "False", f"{file}:{call.lineno}"
 
 
 def test_a_log_line_too(capsys):

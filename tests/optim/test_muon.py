@@ -43,11 +43,26 @@ def train(optimizers, named, steps=4):
             optimizer.step()
 
 
+class TorchInFloat64:
+    """torch, whose bfloat16 is float64."""
+
+    bfloat16 = torch.float64
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+def iterate_in_float64(monkeypatch):
+    """Both iterations, torch's and Surefoot's, to compare them closely."""
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)  # up to torch 2.14
+    monkeypatch.setattr("torch.optim._muon.torch", TorchInFloat64())  # from 2.15 on
+    monkeypatch.setattr(orthogonalization, "NS_DTYPE", torch.float64)
+
+
 @pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_matrices_are_updated_as_by_torch_and_the_rest_by_adamw(scale, nesterov, monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)  # both, to compare closely
-    monkeypatch.setattr(orthogonalization, "NS_DTYPE", torch.float64)
+    iterate_in_float64(monkeypatch)
     shapes = {"wide": (6, 20), "tall": (20, 6), "norm": (20,), "embed": (30, 6)}
     ours, theirs = parameters(**shapes), parameters(**shapes)
     layouts = {"wide": ParameterKind(is_matrix=True), "tall": ParameterKind(is_matrix=True)}
@@ -73,9 +88,8 @@ def test_the_iteration_is_torchs_in_bfloat16_and_beyond(monkeypatch):
     for one in (matrix, matrix.T, matrix @ matrix.T):
         bits = theirs(one, (3.4445, -4.7750, 2.0315), 5, 1e-7)
         assert torch.equal(newton_schulz(one, 5), bits)
-    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)
+    iterate_in_float64(monkeypatch)
     expected = theirs(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7)
-    monkeypatch.setattr(orthogonalization, "NS_DTYPE", torch.float64)
     torch.testing.assert_close(newton_schulz(matrix, 5), expected)
     batch = torch.stack([matrix, 3 * matrix.roll(1, 0)])
     both = newton_schulz(batch, 5)

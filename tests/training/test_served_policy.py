@@ -9,12 +9,19 @@ import pytest
 
 import surefoot
 import tiny
+from hooks import listening
 from project import Project, assert_same, checkpoints, final_weights, in_child, losses, metrics
 from serving import serving
 from stage_data import REWARD, written
 from surefoot.errors import RecipeError, RunError
 from surefoot.generate.section import sampling
-from surefoot.generate.servers import Expected, SamplingRequest, ServedWeights, ServerResponse
+from surefoot.generate.servers import (
+    Expected,
+    SamplingRequest,
+    ServedWeights,
+    ServerResponse,
+    exchange,
+)
 from surefoot.parallel.world import ALONE
 from surefoot.schema import read
 from surefoot.stages import GRPO, Distill
@@ -343,3 +350,17 @@ def test_temperatures_at_which_nothing_can_be_sampled_are_refused_before_the_run
         read(GRPO, {"reward": "r.py:f", "temperature": 1e-6})
     with pytest.raises(RecipeError, match="sampling_temperature: must be at least 1e-05"):
         read(Distill, {"on_policy": 0.5, "max_new_tokens": 8, "sampling_temperature": 1e-6})
+
+
+def test_a_server_of_this_machine_is_asked_without_a_proxy_and_else_the_proxy_is_named(monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://me:secret@127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with listening() as server:
+        assert exchange(server.url, {"text": "hi"}, 5) is not None
+        assert len(server.received) == 1
+    with pytest.raises(RunError, match=r"through the proxy 127\.0\.0\.1:9 of HTTP_PROXY") as raised:
+        exchange("http://gpu-7.example:8000/health", None, 5)
+    assert "NO_PROXY=gpu-7.example" in str(raised.value)
+    assert "secret" not in str(raised.value)

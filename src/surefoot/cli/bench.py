@@ -55,7 +55,7 @@ def bench(recipe: Path, overrides: tuple[str, ...], steps: int, as_json: bool) -
     from ..use.bench import alone, measure
 
     rank_recipe = alone(loaded)
-    with Console(stderr=True).status("measuring the recipe"):
+    with Console(markup=False, stderr=True).status("measuring the recipe"):
         figures = measure(rank_recipe.recipe, steps)
     if as_json:
         print_json(figures.as_data(rank_recipe))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..terminal_text import visible
+from ..terminal_text import one_line, visible
 from .loading import dtype_option, loading, thinking_option, trust_remote_code_option
 from .targets import ReadingCommand
 
@@ -191,11 +191,13 @@ def _talk_on_terminal(conversation: Conversation, path: str) -> None:
     import contextlib
 
     from rich.console import Console
+    from rich.text import Text
 
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - line editing and history for input()
-    console = Console(highlight=False)
-    console.print(f"[bold]{path}[/] · /help shows the commands, Ctrl-D leaves", style="cyan")
+    console = Console(markup=False, highlight=False)
+    title = Text.assemble((one_line(path), "bold"), " · /help shows the commands, Ctrl-D leaves")
+    console.print(title, style="cyan")
     talk(conversation, console, lambda: input("\nyou> "))
 
 
@@ -219,7 +221,7 @@ def talk(conversation: Conversation, console: Console, read: Callable[[], str]) 
                 if isinstance(error, RunError)
                 else ""
             )
-            console.print(f"{error}{advice}", style="yellow", markup=False)
+            console.print(f"{error}{advice}", style="yellow")
 
 
 def _reply(conversation: Conversation, console: Console, line: str) -> bool:
@@ -237,7 +239,7 @@ def _reply(conversation: Conversation, console: Console, line: str) -> bool:
     if command in ("exit", "quit"):
         return False
     if command is None:
-        says = partial(console.print, style="dim", markup=False)
+        says = partial(console.print, style="dim")
         answer = _ask(conversation, text, says, show) if text.strip() else None
     elif command == "retry" and conversation.messages:
         answer = conversation.retry(show)
@@ -252,15 +254,15 @@ def _reply(conversation: Conversation, console: Console, line: str) -> bool:
         console.print("a new conversation", style="dim")
     elif command == "system":
         conversation.set_system(text)
-        console.print(f"system message: {conversation.system or 'none'}", style="dim", markup=False)
+        console.print(f"system message: {conversation.system or 'none'}", style="dim")
     else:
         if command != "help":
             console.print(f"no command /{command}; there are", style="yellow")
-        console.print(HELP, style="dim", markup=False)
+        console.print(HELP, style="dim")
     if answer is not None:
         console.print()
         for note in notes_on(answer):
-            console.print(note, style="yellow", markup=False)
+            console.print(note, style="yellow")
     return True
 
 

@@ -94,7 +94,7 @@ def preview(
         )
     if page is not None or as_json:
         return
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(markup=False, soft_wrap=True, highlight=False)
     for figures in datasets:
         show(console, figures, cutoff_len)
     if empty := [figures.name for figures in datasets if figures.rows and not figures.items]:
@@ -138,7 +138,7 @@ def check(
     if as_json:
         _print_json(report.as_data())
     else:
-        _show_check(Console(soft_wrap=True, highlight=False), report)
+        _show_check(Console(markup=False, soft_wrap=True, highlight=False), report)
     if report.has_problems:
         raise click.exceptions.Exit(1)
 
@@ -232,7 +232,7 @@ def _show_lines(
 ) -> None:
     console.print(Text(one_line(figures.name), style="bold"))
     for line in (*lines, *histogram(figures.lengths, cutoff_len)):
-        console.print(f"  {one_line(line)}", markup=False)
+        console.print(f"  {one_line(line)}")
     console.print()
 
 
@@ -284,8 +284,8 @@ def _show_check(console: Console, report: DataCheck) -> None:
     for overlap in report.overlaps:
         console.print(Text(one_line(f"evaluation data: {overlap.evaluation}"), style="bold"))
         of = f"of {counted(overlap.rows, 'row')}"
-        console.print(f"  {overlap.same.count:,} {of} are in the training data", markup=False)
-        console.print(f"  {overlap.prompt.count:,} have a prompt of it\n", markup=False)
+        console.print(f"  {overlap.same.count:,} {of} are in the training data")
+        console.print(f"  {overlap.prompt.count:,} have a prompt of it\n")
     for finding in report.findings:
         mark = ("✗ ", "bold red") if finding.level == "problem" else ("· ", "dim")
         console.print(Text.assemble(mark, one_line(f"{finding.dataset}: {finding}")))

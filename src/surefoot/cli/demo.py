@@ -103,7 +103,7 @@ def _show(before: Generations, after: Generations) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 110)
     table = Table.grid(padding=(0, 1))
     for old, new in zip(before[:NUM_SHOWN], after[:NUM_SHOWN], strict=True):
         mark, style = ("right", "green") if new["match"] else ("wrong", "red")
@@ -114,6 +114,9 @@ def _show(before: Generations, after: Generations) -> None:
     console.print()
     console.print(Panel(table, title="orders it never saw", title_align="left"))
     console.print(
-        f"exact match on {len(after)} held-out orders: [yellow]{exact_match(before):.1%}[/] "
-        f"before, [bold green]{exact_match(after):.1%}[/] after"
+        f"exact match on {len(after)} held-out orders:",
+        Text(f"{exact_match(before):.1%}", style="yellow"),
+        "before,",
+        Text(f"{exact_match(after):.1%}", style="bold green"),
+        "after",
     )

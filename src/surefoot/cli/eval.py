@@ -174,14 +174,14 @@ def _show_report(report: EvaluationReport, generations: Path | None, *, as_json:
         metric_table.add_column(cell(heading), justify="right" if i else "left")
     for row in rows[1:]:
         metric_table.add_row(*map(cell, row))
-    screen = Console(highlight=False)
+    screen = Console(markup=False, highlight=False)
     screen.print(metric_table)
     if len(report.results) > 1:
         for result in report.results:
             if result.answers:
                 screen.print(cell(f"{result.name}: {_exact_match(result.answers)}"))
     if generations is not None:
-        screen.print(f"generations: {generations}", style="dim", markup=False, soft_wrap=True)
+        screen.print(f"generations: {generations}", style="dim", soft_wrap=True)
     if report.similarity:
         scores = (f"{name} {value:.4f}" for name, value in report.similarity.items())
         screen.print(", ".join(scores))

@@ -96,7 +96,8 @@ def plan(
     with loading():
         from ..use.estimate.plan import as_data, fitted, make_plan
 
-    with Console(stderr=True).status("rehearsing"):  # seconds; more for models of many layers
+    screen = Console(markup=False, stderr=True)
+    with screen.status("rehearsing"):  # seconds; more for models of many layers
         loaded, machine, fitted_settings = fitted(loaded, device, memory)
         run_plan = make_plan(loaded, machine, tokens_per_second)
     if as_json:

@@ -121,7 +121,7 @@ def rollouts(run: Path, *, step: int | None, count: int, as_json: bool) -> None:
 
 
 def _show(rollouts: Sequence[KeptRollout], step: int, count: int) -> None:
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(markup=False, soft_wrap=True, highlight=False)
     shown_group = None
     for rollout in rollouts[:count]:
         if (rollout.dataset, rollout.origin, rollout.group) != shown_group:

@@ -31,15 +31,17 @@ Advance = Callable[[int], None]
 
 def console() -> Console:
     """The terminal as it is; a file or a pipe gets whole lines, to search and cut."""
-    terminal = Console(highlight=False)
-    return terminal if terminal.is_terminal else Console(width=_PIPE_WIDTH, highlight=False)
+    terminal = Console(markup=False, highlight=False)
+    if terminal.is_terminal:
+        return terminal
+    return Console(markup=False, width=_PIPE_WIDTH, highlight=False)
 
 
 @contextmanager
 def reading(what: str, total: int | None) -> Iterator[Advance]:
     """A bar on standard error while bytes are read, if that is a terminal; it leaves nothing."""
     columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    screen = Console(stderr=True)
+    screen = Console(markup=False, stderr=True)
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
         task = bar.add_task("", total=total)
         yield lambda count: bar.advance(task, count)
@@ -48,7 +50,7 @@ def reading(what: str, total: int | None) -> Iterator[Advance]:
 @contextmanager
 def progress(title: str, total: int, *, is_shown: bool = True) -> Iterator[Advance]:
     """A bar for work of known length, if standard error is a terminal; it leaves nothing."""
-    screen = Console(stderr=True)
+    screen = Console(markup=False, stderr=True)
     is_off = not (is_shown and screen.is_terminal)
     with Progress(console=screen, transient=True, disable=is_off) as bar:
         task = bar.add_task(title, total=total)

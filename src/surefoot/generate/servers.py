@@ -16,10 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
 
 from ..errors import RunError, counted
 from ..log import announced
 from ..schema import must
+from ..storage.remote import is_loopback
 from .section import FinishReason, Ids, Sample
 
 
@@ -361,16 +363,32 @@ def exchange(url: str, body: Mapping[str, object] | None, seconds: float) -> str
     try:
         with (
             wait if is_question else contextlib.nullcontext(),
-            urllib.request.urlopen(request, timeout=seconds) as answer,
+            _opener(url).open(request, timeout=seconds) as answer,
         ):
             return str(answer.read().decode(errors="replace"))
     except urllib.error.HTTPError as error:
         message = short(error.read().decode(errors="replace"))
-        raise RunError(f"{url}: answered {error.code}: {message}") from None
+        raise RunError(f"{url}: answered {error.code}: {message}{_proxy(url)}") from None
     except urllib.error.URLError as error:
-        raise RunError(f"{url}: {error.reason}") from None
+        raise RunError(f"{url}: {error.reason}{_proxy(url)}") from None
     except (OSError, http.client.HTTPException) as error:
         raise RunError(f"{url}: {type(error).__name__}: {error}") from None
+
+
+def _opener(url: str) -> urllib.request.OpenerDirector:
+    """A server of this machine is reached directly: no proxy could reach it."""
+    is_here = is_loopback(urlsplit(url).hostname or "")
+    return urllib.request.build_opener(*[urllib.request.ProxyHandler({})] * is_here)
+
+
+def _proxy(url: str) -> str:
+    """For a message: the proxy on the way, if any. What it refuses, the server never saw."""
+    scheme, host = urlsplit(url).scheme, urlsplit(url).hostname or ""
+    proxy = urllib.request.getproxies().get(scheme)
+    if not proxy or is_loopback(host) or urllib.request.proxy_bypass(host):
+        return ""
+    shown = proxy.rpartition("@")[2]  # without a password
+    return f" (through the proxy {shown} of {scheme.upper()}_PROXY; NO_PROXY={host} avoids it)"
 
 
 def exchange_json(url: str, body: Mapping[str, object] | None, seconds: float) -> Any:

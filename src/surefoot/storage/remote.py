@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import ipaddress
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -87,11 +88,30 @@ def is_address(text: str | Path) -> bool:
     return isinstance(text, str) and _ADDRESS.match(text) is not None
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
 def default_cache() -> Path:
-    """The default cache, ``surefoot/runs`` in ``XDG_CACHE_HOME`` or ``~/.cache``."""
+    """The default cache, ``surefoot/runs`` in ``XDG_CACHE_HOME`` or ``~/.cache``. Raises
+    ``SurefootError`` where there is neither."""
     root = os.environ.get("XDG_CACHE_HOME", "")
     # A relative path in this variable must be ignored (XDG Base Directory Specification).
-    return (Path(root) if root.startswith("/") else Path.home() / ".cache") / "surefoot" / "runs"
+    if root.startswith("/"):
+        return Path(root) / "surefoot" / "runs"
+    try:
+        return Path.home() / ".cache" / "surefoot" / "runs"
+    except RuntimeError:  # such as a container's user id without a name, and no HOME
+        raise SurefootError(
+            "this user has no home folder for the cache: HOME is not set, and user id "
+            f"{os.getuid()} has no entry in the list of users; set XDG_CACHE_HOME to a folder"
+        ) from None
 
 
 Kind = Literal["models", "datasets"]

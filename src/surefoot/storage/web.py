@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import RunError
+from .remote import is_loopback
 
 _NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 _MAX_NAME = 253  # characters, as in DNS
@@ -82,16 +83,6 @@ def hosts_of(listening: str, host_names: Iterable[str] = ()) -> Hosts:
     # the full name may need a name server that does not answer: the start does not wait for it
     threading.Thread(target=lambda: machine.add(socket.getfqdn().lower()), daemon=True).start()
     return Hosts(frozenset(names), True, machine)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def host_name(host: str) -> str:

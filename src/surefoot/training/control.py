@@ -54,7 +54,11 @@ def standard_callbacks(
     if not world.is_main:
         return members
     folder = section.folder
-    members += [Jsonl(folder / METRICS), Screen(Console(stderr=True)), Plot(folder / PLOT)]
+    members += [
+        Jsonl(folder / METRICS),
+        Screen(Console(markup=False, stderr=True)),
+        Plot(folder / PLOT),
+    ]
     if is_compiled:
         members.append(WarmUp())
     if "tensorboard" in section.report_to:

@@ -1,6 +1,7 @@
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -10,7 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from surefoot import __version__
-from surefoot.plugins.board.app import create_app
+from surefoot.plugins.board.app import STATIC, create_app
 from surefoot.plugins.board.processes import ChildCommands
 from surefoot.training.callbacks.launches import process, started
 
@@ -264,6 +265,18 @@ def test_a_command_runs_beside_the_board_and_its_answer_is_fetched(board, root):
     assert "no complete Surefoot checkpoint" in job["error"]
     body = {"command": "verify", "run": "runs/one", "checkpoint": "../two/checkpoint-1"}
     assert "is not a checkpoint" in board.post("/api/checkpoints", json=body).json()["error"]
+
+
+def test_behind_a_proxy_with_a_path_nothing_leaves_that_path(board):
+    """As JupyterHub's, which shows the board below /user/me/proxy/7860/."""
+    addresses = re.findall(r'(?:href|src)="([^"#]+)"', board.get("/").text)
+    assert len(addresses) == 5
+    assert all(board.get(f"/{address}").status_code == 200 for address in addresses)
+    scripts = {file.name: file.read_text() for file in STATIC.glob("*.js")}
+    rooted = {n: re.findall(r"""["'`]/(?:api|static)[^"'`]*""", s) for n, s in scripts.items()}
+    assert not {name: found for name, found in rooted.items() if found}
+    assert not any(address.startswith("/") for address in addresses)
+    assert sum(s.count('"api/') for s in scripts.values()) > 20
 
 
 def test_the_pages_files_are_small_and_complete(board):

@@ -150,7 +150,7 @@ def test_nothing_is_shown_to_others_without_the_token(open_board):
 
 def test_the_token_becomes_a_cookie_that_no_script_and_no_other_site_has(open_board):
     answer = open_board.get("/?token=a-long-secret")
-    assert (answer.status_code, answer.headers["location"]) == (303, "/")
+    assert (answer.status_code, answer.headers["location"]) == (303, "./")
     cookie = answer.headers["set-cookie"].lower()
     assert "httponly" in cookie
     assert "samesite=strict" in cookie

@@ -1,5 +1,6 @@
 """Addresses: read as people write them, one spelling each, and a name in the cache for each."""
 
+import pwd
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surefoot.checkpoint.disk.manifest import is_plain_name
+from surefoot.errors import SurefootError
 from surefoot.recipe.recipe import dump, read
 from surefoot.storage.remote import Address, default_cache, is_address
 
@@ -67,3 +69,18 @@ def test_every_address_has_a_plain_name_of_its_own(rest):
     assert is_plain_name(one.slug)
     assert one.slug != other.slug
     assert len(one.slug) <= 73
+
+
+def test_without_a_home_folder_the_cache_is_named_by_the_variable(monkeypatch):
+    """As for a user id of a container that no list of users has."""
+
+    def unknown(_):
+        raise KeyError
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SurefootError, match="set XDG_CACHE_HOME to a folder"):
+        default_cache()
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert str(default_cache()) == "/cache/surefoot/runs"

@@ -225,6 +225,13 @@ def test_without_a_token_the_cure_is_named(project, hub, monkeypatch):
         push(project / "run", target())
 
 
+def test_the_hubs_own_reason_is_named(project, hub):
+    """A full quota is a 403, as a token without write access is."""
+    hub.refuses_uploads = "Private repository storage limit reached, please upgrade your plan."
+    with pytest.raises(HubError, match=r"403: .*storage limit reached"):
+        push(project / "run", target())
+
+
 def test_damaged_weights_and_wrong_names_are_refused(project, hub, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(project / "run", run)

@@ -11,6 +11,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+import tiny_tokenizers
 from folders import edit_json, save_adapter, save_model
 from surefoot.data.text.templates import bundled
 from surefoot.errors import ModelError
@@ -119,6 +120,37 @@ def test_log_probabilities_are_those_of_one_pass(folder, client):
     best = expected.max(-1).values.tolist()
     assert [max(top.values()) for top in found["top_logprobs"]] == pytest.approx(best, abs=1e-5)
     assert all(len(top) in (3, 4) for top in found["top_logprobs"])
+
+
+@pytest.mark.parametrize("kind", sorted(tiny_tokenizers.KINDS))
+def test_tokens_are_named_by_their_text_where_they_stand(kind, tmp_path):
+    tokenizer = tiny_tokenizers.tokenizer(kind)
+    size = len(tokenizer)
+    save_model(tmp_path, vocab_size=size, eos_token_id=tokenizer.eos_token_id, **WIDE)
+    tokenizer.save_pretrained(tmp_path)
+    words = tokenizer.encode(" the sea and a day in 是é", add_special_tokens=False)
+    bias = {str(token): 40 for token in words}  # an untrained model would say anything
+    body = {"prompt": "Once", "max_tokens": 40, "temperature": 1, "logit_bias": bias, "n": 4}
+    with running(tmp_path) as client:
+        found = client.ok(TEXT, **body, logprobs=5, seed=1, return_token_ids=True)["choices"]
+        chat = client.chat("Hi", logprobs=True, max_tokens=9, temperature=1, logit_bias=bias)
+    assert len({len(set(choice["logprobs"]["tokens"])) for choice in found}) > 1
+    for choice in found:
+        logprobs, text = choice["logprobs"], choice["text"]
+        pieces = tokenizer.convert_ids_to_tokens(choice["token_ids"])
+        # a byte is a part of a character, and a letter only if no such part is beside it
+        is_byte = [
+            n.startswith("bytes:") or p[:3] == "<0x"
+            for n, p in zip(logprobs["tokens"], pieces, strict=True)
+        ]
+        named = zip(logprobs["text_offset"], logprobs["tokens"], is_byte, strict=True)
+        assert all(is_byte or text[at:].startswith(name) for at, name, is_byte in named)
+        if not any(is_byte):
+            assert "".join(logprobs["tokens"]) == text
+        assert all(len(names) >= 5 for names in logprobs["top_logprobs"])
+    entries = chat["choices"][0]["logprobs"]["content"]
+    said = b"".join(bytes(entry["bytes"]) for entry in entries).decode(errors="ignore")
+    assert said == chat["choices"][0]["message"]["content"].replace("\ufffd", "")
 
 
 def joined(chunks, index=0):

@@ -1,11 +1,14 @@
 import json
+import posixpath
 import queue
+import re
 
 import pytest
 
 from hooks import listening
 from project import Project, surefoot
 from surefoot.training.callbacks._tracker_process import Feeder
+from surefoot.training.callbacks._tracker_services import _mlflow_name
 
 SECRET = "T0P-s3cret"
 
@@ -112,6 +115,17 @@ def test_repeated_steps_are_sent_once_in_the_same_launch_and_in_later_ones(tmp_p
     assert trackers[0].rows == [(4, 5, 0.5)]
     assert said == []
     assert later.sent.id == feeder.sent.id
+
+
+def test_mlflow_gets_names_that_it_takes():
+    """By the rule of mlflow/utils/validation.py, 3.17; one bad name would end the whole run."""
+    names = ["train/pass@8", "eval/held(out)=1_loss", "eval/a//b", "eval/../x", "eval/.", "x" * 300]
+    for name in names:
+        made = _mlflow_name(name)
+        assert re.fullmatch(r"[/\w.\- :]{1,250}", made), made
+        assert posixpath.normpath(made) == made and not made.startswith((".", "/")), made
+    assert _mlflow_name("train/pass@8") == "train/pass_8"
+    assert _mlflow_name("eval/held-out.1 a:b_loss") == "eval/held-out.1 a:b_loss"
 
 
 def test_steps_with_other_values_are_kept_as_they_were_sent_and_that_is_said(tmp_path):

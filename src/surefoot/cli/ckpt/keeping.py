@@ -94,16 +94,14 @@ def _tell(
     screen = console()
     screen.print(_table(plan, metric))
     if not going:
-        screen.print(f"{folder}: nothing to delete", markup=False, soft_wrap=True)
+        screen.print(f"{folder}: nothing to delete", soft_wrap=True)
         return
     apparent = sum(item.line.num_bytes or 0 for item in going)
     shared = (
         f" (of {in_bytes(apparent)}; the rest is still in use)" if freed < 0.99 * apparent else ""
     )
     of = f"{_count(len(going))} of {len(plan.checkpoints)}"
-    screen.print(
-        f"{of} can be deleted; frees {in_bytes(freed)}{shared}", style="bold", markup=False
-    )
+    screen.print(f"{of} can be deleted; frees {in_bytes(freed)}{shared}", style="bold")
 
 
 def _table(plan: PrunePlan, metric: str) -> Table:

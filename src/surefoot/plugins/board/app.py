@@ -159,7 +159,7 @@ class Guard:
         query_token = request.query_params.get("token", "")
         if self._is_token(query_token) and request.method == "GET":
             # Without the token in the address, which is copied, and stays in the history.
-            entrance = RedirectResponse("/", 303)
+            entrance = RedirectResponse("./", 303)  # behind a proxy, below its path
             entrance.set_cookie(COOKIE, query_token, httponly=True, samesite="strict", path="/")
             return entrance
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")

@@ -232,7 +232,7 @@ def watch(places: tuple[str, ...], *, metrics: tuple[str, ...], once: bool, ever
     boards = [Board(folder) for folder in _watched(places)]
     if isinstance(sys.stdout, io.TextIOWrapper):  # a name may have letters that a terminal lacks
         sys.stdout.reconfigure(errors="backslashreplace")
-    screen = Console(highlight=False)
+    screen = Console(markup=False, highlight=False)
     screen.width = max(20, screen.width)
 
     def look() -> tuple[Group, bool]:

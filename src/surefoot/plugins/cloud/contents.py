@@ -236,7 +236,7 @@ def redaction_of(folders: Iterable[Path]) -> Redaction:
     """Secrets of the environment; this user's folder, the current one, and ``folders``."""
     # A shorter value may be a word of any text.
     values = {v for name, v in os.environ.items() if _NAMES.search(name) and len(v) >= 8}
-    roots = {Path.home(), Path.cwd(), Path(tempfile.gettempdir()), *folders}
+    roots = {Path(os.environ.get("HOME") or "/"), Path.cwd(), Path(tempfile.gettempdir()), *folders}
     paths = {str(root) for root in roots} | {str(root.resolve()) for root in roots}
     # Not `/`, with which all paths begin; longest first, as of two alternatives the first one wins.
     longest = sorted((f for f in paths if len(Path(f).parts) > 1), key=len, reverse=True)

@@ -264,13 +264,16 @@ def _explained(name: str) -> Iterator[None]:
         # threads that upload raise a RuntimeError, whose cause says more
         cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
         status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else None
+        answer = ""
+        if isinstance(cause, HfHubHTTPError):
+            answer = cause.server_message or cause.response.text[:200].strip()
         if isinstance(cause, LocalTokenNotFoundError) or status in (401, 403):
+            # 403 is also the answer to a full quota, a gated model, a blocked account
             message = (
-                f"{name}: the hub refuses the upload; set HF_TOKEN to a token with write access "
-                "to it, or run `hf auth login`"
+                f"{name}: the hub refuses the upload{answer and f' ({status}: {answer})'}; if the "
+                "token is the reason, set HF_TOKEN to one with write access, or run `hf auth login`"
             )
         elif isinstance(cause, HfHubHTTPError):
-            answer = cause.server_message or cause.response.text[:200]
             message = f"{name}: the hub answers {status}: {answer}"
         elif isinstance(cause, HTTPError | OSError):
             reason = str(cause) or type(cause).__name__

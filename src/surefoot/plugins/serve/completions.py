@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ...generate.live import Token
-from ...generate.responses import HOLE
+from ...generate.responses import HOLE, Decode, TextStream
 from .body import WITHOUT_EFFECT, Prompts
 from .engine import EngineThread
 from .grammar import ResponseFormat, grammar_of
@@ -92,6 +92,7 @@ class Chat(ServedResponses[ChatCompletionBody]):
     prompt: ChatPrompt
     texts: list[ResponseText] = field(init=False)
     num_calls: list[int] = field(init=False)
+    begun: set[int] = field(default_factory=set)  # rows with a token
 
     prefix, kind, kind_of_chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -127,6 +128,8 @@ class Chat(ServedResponses[ChatCompletionBody]):
     def parts(self, place: int, token: Token) -> list[Choice]:
         """The pieces of text and the calls that are complete with a token."""
         is_last, choices = token.finish_reason is not None, list[Choice]()
+        is_first = place not in self.begun
+        self.begun.add(place)
         for piece in self.texts[place].push(token.text, is_last=is_last):
             if piece.call is None:
                 choices.append(_part(place, {piece.kind: piece.text}))
@@ -138,8 +141,10 @@ class Chat(ServedResponses[ChatCompletionBody]):
             choices.append(_part(place, {}))
         if self.body.logprobs:
             alternatives = token.alternatives[: self.body.top_logprobs or 0]
-            entry = _entry(self.model, token.id, token.logp)
-            entry["top_logprobs"] = [_entry(self.model, *pair) for pair in alternatives]
+            entry = _entry(self.model, token.id, token.logp, is_first=is_first)
+            entry["top_logprobs"] = [
+                _entry(self.model, *pair, is_first=is_first) for pair in alternatives
+            ]
             choices[0]["logprobs"] = {"content": [entry]}
         if self.body.return_token_ids:
             choices[0]["token_ids"] = [token.id]
@@ -179,9 +184,9 @@ def _reason(token: Token) -> str | None:
     return token.finish_reason and ("stop" if token.finish_reason == "stop" else "length")
 
 
-def _entry(model: ServedModel, token_id: int, logp: float) -> dict[str, object]:
+def _entry(model: ServedModel, token_id: int, logp: float, *, is_first: bool) -> dict[str, object]:
     """What ``logprobs.content`` says of a token."""
-    text = model.exactly([token_id])
+    text = model.token_text(token_id, is_first=is_first)
     data = token_bytes(model.opened.tokenizer, token_id, text)
     return {"token": text, "logprob": max(logp, _LEAST), "bytes": list(data)}
 
@@ -222,11 +227,13 @@ class CompletionBody(SamplingBody):
         return value
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Completion(ServedResponses[CompletionBody]):
     """One request, and where the texts of its responses have come to."""
 
-    offsets: dict[int, int] = field(default_factory=dict)  # of rows that have begun
+    decode: Decode
+    texts: dict[int, TextStream] = field(default_factory=dict)  # of rows that have begun
+    offsets: dict[int, int] = field(default_factory=dict)  # of them, the characters so far
 
     prefix, kind, kind_of_chunk = "cmpl", "text_completion", "text_completion"
 
@@ -235,7 +242,8 @@ class Completion(ServedResponses[CompletionBody]):
         """Continue a text, or token ids."""
         prompts = plain_prompts(model, body.prompt)
         decode = model.plainly if body.skip_special_tokens else model.exactly
-        return cls(model, body, prompts, rows_for(engine, model, body, prompts, decode))
+        rows = rows_for(engine, model, body, prompts, decode)
+        return cls(model, body, prompts, rows, decode=decode)
 
     def first(self) -> list[Choice]:
         """A stream begins with the first token."""
@@ -244,21 +252,21 @@ class Completion(ServedResponses[CompletionBody]):
     def parts(self, place: int, token: Token) -> list[Choice]:
         """A token, if it has text or is reported."""
         body, is_first = self.body, place not in self.offsets
-        offset = self.offsets.setdefault(place, 0)
+        self.offsets.setdefault(place, 0)
         reports = body.logprobs is not None or body.return_token_ids
         if not (reports or token.text or token.finish_reason):
             return []
         choice: Choice = {"index": place, "text": token.text, "logprobs": None}
         choice["finish_reason"] = _reason(token)
         if body.logprobs is not None:
+            names = self._named([token.id, *(i for i, _ in token.alternatives)], is_first)
             pairs = [*token.alternatives, (token.id, token.logp)]
             choice["logprobs"] = {
-                "tokens": [self._named(token.id)],
+                "tokens": [names[token.id]],
                 "token_logprobs": [max(token.logp, _LEAST)],
-                "top_logprobs": [{self._named(i): max(logp, _LEAST) for i, logp in pairs}],
-                "text_offset": [offset],
+                "top_logprobs": [{names[i]: max(logp, _LEAST) for i, logp in pairs}],
+                "text_offset": [self._offset(place, token.id, names[token.id])],
             }
-            self.offsets[place] = offset + len(self.model.exactly([token.id]))
         if body.return_token_ids:
             prompt = self.prompts[place // (body.n or 1)]
             choice["token_ids"] = [token.id]
@@ -269,16 +277,26 @@ class Completion(ServedResponses[CompletionBody]):
         """All tokens."""
         return joined
 
-    def _named(self, token_id: int) -> str:
-        """The text of a token; its bytes in OpenAI's form, if they are no whole characters.
-        Otherwise several tokens would have the same name."""
-        if self.body.return_tokens_as_token_ids:
-            return f"token_id:{token_id}"
-        text = self.model.exactly([token_id])
-        if HOLE not in text:
-            return text
-        data = token_bytes(self.model.opened.tokenizer, token_id, text)
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+    def _offset(self, place: int, token_id: int, name: str) -> int:
+        """Where a token begins in the text; one that is a part of a character, where that does."""
+        text = self.texts.setdefault(place, TextStream(self.decode)).push(token_id)
+        before = self.offsets[place]
+        self.offsets[place] += len(text)
+        # text of incomplete characters before it may have been held back
+        return self.offsets[place] - len(name) if text.endswith(name) else before
+
+    def _named(self, ids: Sequence[int], is_first: bool) -> dict[int, str]:
+        """Each token by its text, or, if that is no whole characters, by its bytes in OpenAI's
+        form. A text that another one has is that of the first."""
+        names = dict[int, str]()
+        for token_id in ids:
+            text = self.model.token_text(token_id, is_first=is_first)
+            if HOLE in text:
+                data = token_bytes(self.model.opened.tokenizer, token_id, text)
+                text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+            is_id = self.body.return_tokens_as_token_ids or text in names.values()
+            names.setdefault(token_id, f"token_id:{token_id}" if is_id else text)
+        return names
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int, text: str) -> bytes:

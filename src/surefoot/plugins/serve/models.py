@@ -84,6 +84,17 @@ class ServedModel:
         return decoder(self.opened.tokenizer, hides_special=True)
 
     @cached_property
+    def _letter(self) -> list[int]:
+        """The end of a word, before which tokens are decoded."""
+        return list(self.opened.tokenizer.encode("a", add_special_tokens=False))[-1:]
+
+    def token_text(self, token_id: int, *, is_first: bool = False) -> str:
+        """The text of a token in a response. Decoders in the style of SentencePiece drop the space
+        of a token that stands alone, as they drop that of the first one."""
+        before = [] if is_first else self._letter
+        return self.exactly([*before, token_id])[len(self.exactly(before)) :]
+
+    @cached_property
     def tool_syntax(self) -> str | None:
         """The syntax of tool calls in its responses."""
         template = self.opened.template

@@ -159,7 +159,7 @@ def sweep(
             facts["each trial"] = resources
         facts["output"] = output
         with contextlib.suppress(OSError):  # the terminal may be closed
-            Console(stderr=True, highlight=False).print(frame(recipe, facts.items()))
+            Console(markup=False, stderr=True, highlight=False).print(frame(recipe, facts.items()))
         results = search.run()
     if as_json:
         print_json({"output": str(output), **results.as_data()})

@@ -69,12 +69,11 @@ class Screen(TrainerCallback):
             pairs = [f"{name}={value}" for name, value in shown.items()]
             logger.info("step=%d/%d %s", state.global_step, state.max_steps, " ".join(pairs))
         elif "loss" not in logs:
-            pairs = [f"{name.removeprefix('eval_')} [bold]{v}[/]" for name, v in shown.items()]
+            line = Text.assemble(("eval", "cyan"), f" at step {state.global_step}:")
+            for name, value in shown.items():
+                line.append(f"  {name.removeprefix('eval_')} ").append(value, style="bold")
             with contextlib.suppress(OSError):  # a closed terminal is not worth stopping for
-                self._progress.console.print(
-                    f"[cyan]eval[/] at step {state.global_step}: " + "  ".join(pairs),
-                    highlight=False,
-                )
+                self._progress.console.print(line)
 
     def on_save(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
         """Show the name of the checkpoint."""

@@ -8,6 +8,8 @@ curve: it is opened again by an id of its own.
 from __future__ import annotations
 
 import os
+import posixpath
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -218,6 +220,7 @@ def trackio(tracked: TrackedRun) -> Service:
 
 
 _MOST_PARAMS, _LONGEST_PARAM = 100, 500  # of one request; what every version and server accepts
+_LONGEST_NAME = 250  # characters; mlflow/utils/validation.py has what a name may contain
 
 
 @dataclass
@@ -231,13 +234,21 @@ class MLflow(Service):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        metrics = [Metric(name, value, now, step) for name, value in scalars(record).items()]
+        values = scalars(record).items()
+        metrics = [Metric(_mlflow_name(name), value, now, step) for name, value in values]
         self.run.log_batch(self.run_id, metrics=metrics)
 
     def finish(self, outcome: str, facts: Facts) -> None:
         """Set the status."""
         status = {"complete": "FINISHED", "stopped": "KILLED"}.get(outcome, "FAILED")
         self.run.set_terminated(self.run_id, status)
+
+
+def _mlflow_name(name: str) -> str:
+    """A name as MLflow takes it: ``pass@8`` is ``pass_8``. It refuses, with the whole request, also
+    one that is another as a path, such as ``a//b``."""
+    name = posixpath.normpath(name.replace("..", "_"))
+    return re.sub(r"[^/\w.\- :]", "_", name)[:_LONGEST_NAME]
 
 
 def mlflow(tracked: TrackedRun) -> MLflow:
@@ -261,7 +272,7 @@ def mlflow(tracked: TrackedRun) -> MLflow:
         tags = {"surefoot.id": tracked.id}
         run_id = client.create_run(number, tags=tags, run_name=tracked.name).info.run_id
         settings = flat(tracked.config).items()
-        params = [Param(name, str(value)[:_LONGEST_PARAM]) for name, value in settings]
+        params = [Param(_mlflow_name(n), str(v)[:_LONGEST_PARAM]) for n, v in settings]
         for first in range(0, len(params), _MOST_PARAMS):
             client.log_batch(run_id, params=params[first : first + _MOST_PARAMS])
     why = " (MLFLOW_TRACKING_URI is not set)" if is_default else ""

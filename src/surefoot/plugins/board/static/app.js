@@ -78,7 +78,7 @@ addEventListener("keydown", (event) => {
   const place = (board.is_read_only ? SHOWN : MENU)[event.key - 1];
   if (place) location.hash = to(place);
 });
-Promise.all([loaded(), get("/api/board").then((found) => { board = found; }).catch(() => {})]).then(() => {
+Promise.all([loaded(), get("api/board").then((found) => { board = found; }).catch(() => {})]).then(() => {
   if (board.is_read_only) document.documentElement.dataset.readOnly = "";
   show();
 });

@@ -103,7 +103,7 @@ export class Chart {
 let loading;
 export function loadPlots() {
   loading ||= new Promise((resolve, reject) => {
-    const script = h("script", { src: "/static/vendor/uPlot.js" });
+    const script = h("script", { src: "static/vendor/uPlot.js" });
     script.onload = resolve;
     script.onerror = () => reject(new Error("uPlot"));
     document.head.append(script);

@@ -6,7 +6,7 @@ import { t } from "./i18n.js";
 const THOUGHT = /^\s*<think>[^]*?(<\/think>|$)|^[^]*?<\/think>/; // its beginning may be in the prompt
 
 export async function page(body, query) {
-  const runs = (await get("/api/runs")).runs.filter((run) => run.has_begun);
+  const runs = (await get("api/runs")).runs.filter((run) => run.has_begun);
   const sides = [{ run: query.run || runs[0]?.run || "", checkpoint: query.a || "", messages: [] }, { run: query.b ? query.run : "", checkpoint: query.b || "", messages: [] }];
   let isBusy = false, abort = null;
   const known = new Map();
@@ -23,12 +23,12 @@ export async function page(body, query) {
   const sendButton = h("button.primary", { onclick: () => send() }, t("Send"));
   const grid = h("div.chat");
   await draw();
-  replace(body, h("div.row.between", {}, h("h1", {}, t("Chat")), h("div.row", {}, h("button", { onclick: () => { if (isBusy) return; sides.forEach((s) => { s.messages = []; }); asked(); draw(); } }, t("New conversation")), h("button.quiet", { onclick: () => post("/api/chat/close") }, t("Free memory")))),
+  replace(body, h("div.row.between", {}, h("h1", {}, t("Chat")), h("div.row", {}, h("button", { onclick: () => { if (isBusy) return; sides.forEach((s) => { s.messages = []; }); asked(); draw(); } }, t("New conversation")), h("button.quiet", { onclick: () => post("api/chat/close") }, t("Free memory")))),
     grid, h("div.panel", {}, h("div.row", { style: { marginBottom: "10px" } }, seed, heat, most, h("div.grow", {}, system)), h("details", { style: { marginBottom: "10px" } }, h("summary.soft.small", {}, t("Tools: a JSON list of function schemas")), tools), input,
       h("div.row.between", { style: { marginTop: "8px" } }, h("span.soft.small", {}, t("Both sides get the same message and the same seed. Hover or focus a token for its probability.")), sendButton)));
 
   async function checkpointsOf(run) {
-    if (run && !known.has(run)) known.set(run, (await get("/api/checkpoints", { run })).checkpoints.filter((c) => !c.problem && c.step !== null).map((c) => c.path));
+    if (run && !known.has(run)) known.set(run, (await get("api/checkpoints", { run })).checkpoints.filter((c) => !c.problem && c.step !== null).map((c) => c.path));
     return known.get(run) || [];
   }
 
@@ -115,7 +115,7 @@ export async function page(body, query) {
     const wrong = (why) => { side.messages.pop(); box.className = "note bad"; box.textContent = why; };
     const request = { run: side.run, checkpoint: side.checkpoint, messages: [...before, said], system: system.value || null, tools: tools.value.trim() || null, seed: value(seed), temperature: value(heat), max_new_tokens: value(most) };
     try {
-      await stream("/api/chat", request, (event) => {
+      await stream("api/chat", request, (event) => {
         if (event.event === "opening") replace(box, h("span.soft", {}, t("Opening the model …")));
         if (event.event === "piece") { answer.content += event.text; box.textContent = answer.content; }
         if (event.event === "error") wrong(event.message);

@@ -17,7 +17,7 @@ export async function checkpoints(content, run, now) {
   const isTraining = () => now().state === "running";
 
   async function load() {
-    const answer = await get("/api/checkpoints", { run });
+    const answer = await get("api/checkpoints", { run });
     view.all = answer.checkpoints;
     view.pinned = new Set(answer.pinned);
     view.chosen = view.chosen.filter((name) => view.all.some((c) => c.path === name));
@@ -65,7 +65,7 @@ export async function checkpoints(content, run, now) {
     buttons();
     const panel = h("div.panel");
     replace(result, panel);
-    const job = await command(panel, post("/api/checkpoints", { run, ...body }), show);
+    const job = await command(panel, post("api/checkpoints", { run, ...body }), show);
     view.isBusy = false;
     buttons();
     return job;
@@ -83,7 +83,7 @@ export async function checkpoints(content, run, now) {
 
   async function pin(one, isPinned) {
     try {
-      view.pinned = new Set((await post("/api/pin", { run, step: one.step, is_pinned: isPinned })).pinned);
+      view.pinned = new Set((await post("api/pin", { run, step: one.step, is_pinned: isPinned })).pinned);
       replace(listed); // a dry run of other pins
       draw();
     } catch (error) { toast(error.message); }

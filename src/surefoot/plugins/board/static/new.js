@@ -26,7 +26,7 @@ checkpoint: {save_steps: 100}
 const DRAFT = "draft";
 
 export async function page(body, query) {
-  const [schema, { recipes, models, data }] = await Promise.all([get("/api/schema"), get("/api/materials")]);
+  const [schema, { recipes, models, data }] = await Promise.all([get("api/schema"), get("api/materials")]);
   let checked = { problems: [], data: {}, output_dir: null }, number = 0, file = "";
   const text = editor(() => { save(); check(); });
   const fields = form(schema, change);
@@ -41,7 +41,7 @@ export async function page(body, query) {
   const look = later(250, async () => {
     const mine = ++number;
     try {
-      const found = await post("/api/check", { text: text.value, file: file || "recipe.yaml" });
+      const found = await post("api/check", { text: text.value, file: file || "recipe.yaml" });
       if (mine === number) show(found);
     } catch (error) { if (mine === number) toast(error.message); }
   });
@@ -66,7 +66,7 @@ export async function page(body, query) {
     const mine = ++number;
     look.cancel();
     try {
-      const found = await post("/api/edit", { text: text.value, file: file || "recipe.yaml", keys, value });
+      const found = await post("api/edit", { text: text.value, file: file || "recipe.yaml", keys, value });
       if (mine !== number) return;
       text.value = found.text;
       show(found);
@@ -74,12 +74,12 @@ export async function page(body, query) {
     } catch (error) { toast(error.message); }
   }
 
-  const attempt = (kind, draw) => () => command(tried[kind], post("/api/try", { text: text.value, file: file || "recipe.yaml", command: kind, count: 6 }), draw);
+  const attempt = (kind, draw) => () => command(tried[kind], post("api/try", { text: text.value, file: file || "recipe.yaml", command: kind, count: 6 }), draw);
 
   async function begin() {
     start.disabled = true;
     try {
-      const found = await post("/api/start", { text: text.value, file });
+      const found = await post("api/start", { text: text.value, file });
       localStorage.removeItem(DRAFT);
       keep.cancel();
       await until(found.run);
@@ -89,7 +89,7 @@ export async function page(body, query) {
 
   async function until(run) {
     for (let i = 0; i < 20; i += 1) {
-      try { await get("/api/run", { run }); return; } catch { await new Promise((resolve) => setTimeout(resolve, 300)); }
+      try { await get("api/run", { run }); return; } catch { await new Promise((resolve) => setTimeout(resolve, 300)); }
     }
   }
 
@@ -115,15 +115,15 @@ export async function page(body, query) {
   // What the page starts with: a run, a file, the draft of last time, or an example.
   async function begun() {
     if (query.run) {
-      const { recipe } = await get("/api/run", { run: query.run });
+      const { recipe } = await get("api/run", { run: query.run });
       const fresh = `${query.run}-${query.checkpoint ? query.checkpoint.replace("checkpoint-", "from-") : "2"}`;
       let found = { text: recipe };
       const edits = [[["train", "output_dir"], fresh], [["checkpoint", "resume"], query.checkpoint ? `${query.run}/${query.checkpoint}` : "auto"]];
-      for (const [keys, value] of edits) found = await post("/api/edit", { text: found.text, file: "recipe.yaml", keys, value });
+      for (const [keys, value] of edits) found = await post("api/edit", { text: found.text, file: "recipe.yaml", keys, value });
       file = `recipes/${fresh.replaceAll("/", "-")}.yaml`;
       text.value = found.text;
     } else if (query.file) {
-      text.value = (await get("/api/recipe", { file: query.file })).text;
+      text.value = (await get("api/recipe", { file: query.file })).text;
       file = query.file;
     } else {
       const draft = JSON.parse(localStorage.getItem(DRAFT) || "null");

@@ -16,9 +16,9 @@ const cell = (label, value) => h("div", {}, h("dt", {}, t(label)), h("dd", {}, v
 export async function command(panel, starting, show) {
   try {
     let job = await starting;
-    for (; job.code === null; job = await get("/api/job", { number: job.job })) {
+    for (; job.code === null; job = await get("api/job", { number: job.job })) {
       const { job: number } = job;
-      replace(panel, h("div.command", {}, h("code", { tabindex: 0 }, job.command), h("button.small", { onclick: () => post("/api/cancel", {}, { number }) }, t("Cancel"))),
+      replace(panel, h("div.command", {}, h("code", { tabindex: 0 }, job.command), h("button.small", { onclick: () => post("api/cancel", {}, { number }) }, t("Cancel"))),
         h("p.soft", { role: "status", style: { margin: "10px 2px" } }, t("Running for {n} s …", { n: Math.round(job.seconds ?? 0) })));
       await new Promise((resolve) => setTimeout(resolve, 400));
     }
@@ -35,7 +35,7 @@ export async function command(panel, starting, show) {
 // The settings in which the recipes of two runs differ.
 export async function recipesOf(a, b) {
   try {
-    const { changes } = await get("/api/diff", { a, b });
+    const { changes } = await get("api/diff", { a, b });
     if (!changes.length) return h("div.panel", {}, h("h2", {}, t("Recipes")), h("p.soft", {}, t("Both recipes are equal.")));
     return h("div.panel", {}, h("h2", {}, t("Settings that differ: {n}", { n: changes.length })),
       table([[t("Setting")], [a, "old"], [b, "new"]], changes.map((c) => [c.path, JSON.stringify(c.old), JSON.stringify(c.new)]), "table.diff"));

@@ -20,7 +20,7 @@ const LABELS = {
 
 export async function page(body, { run, tab = "curves" }) {
   if (!TABS[tab] || tab === "curves") loadPlots().catch(() => {}); // while the rest is on its way
-  let details = await get("/api/run", { run });
+  let details = await get("api/run", { run });
   let row = details.row, isOpen = true, inner = null;
   const head = h("div.stack"), unanswered = h("div");
   const content = h("div.stack");
@@ -37,11 +37,11 @@ export async function page(body, { run, tab = "curves" }) {
     const stopping = h("button.danger.writes", { onclick: async (e) => {
       if (!await ask(t("Stop {run}? It finishes its step, saves and exits. The same command resumes it.", { run }), t("Stop the run"), t("Cancel"))) return;
       e.target.disabled = true;
-      try { await post("/api/stop", {}, { run }); toast(t("It finishes its step and saves.")); } catch (fault) { toast(fault.message); e.target.disabled = false; }
+      try { await post("api/stop", {}, { run }); toast(t("It finishes its step and saves.")); } catch (fault) { toast(fault.message); e.target.disabled = false; }
     } }, t("Stop"));
     const resume = h("button.writes", { onclick: async (e) => {
       e.target.disabled = true;
-      try { await post("/api/resume", {}, { run }); toast(t("Resuming.")); } catch (fault) { toast(fault.message); e.target.disabled = false; }
+      try { await post("api/resume", {}, { run }); toast(t("Resuming.")); } catch (fault) { toast(fault.message); e.target.disabled = false; }
     } }, t("Resume"));
     redraw(head,
       h("div.row.between", {}, h("div.row", {}, h("h1", {}, run === "." ? row.name : run), badge(row)),
@@ -69,7 +69,7 @@ export async function page(body, { run, tab = "curves" }) {
   let timer = 0, drawn = "", numRows = null;
   async function look() {
     try {
-      const now = await get("/api/state", { run });
+      const now = await get("api/state", { run });
       if (!isOpen) return;
       replace(unanswered);
       if (now.state === "gone") {
@@ -80,7 +80,7 @@ export async function page(body, { run, tab = "curves" }) {
       const isOther = now.state !== row.state || now.evidence !== row.evidence;
       row = { ...row, ...now };
       if (isOther) {
-        try { details = await get("/api/run", { run }); row = details.row; } catch { /* the next look says so */ }
+        try { details = await get("api/run", { run }); row = details.row; } catch { /* the next look says so */ }
         if (!isOpen) return;
         inner?.changed?.();
       } else if (numRows !== null && numRows !== now.num_rows) inner?.rows?.();
@@ -123,7 +123,7 @@ export async function page(body, { run, tab = "curves" }) {
         const series = {};
         for (let at = 0; at < names.length; at += 30) {
           const [first, last] = view.range || [];
-          const one = await get("/api/series", { run, names: names.slice(at, at + 30).join(","), points: 1200, smooth: view.half, first, last });
+          const one = await get("api/series", { run, names: names.slice(at, at + 30).join(","), points: 1200, smooth: view.half, first, last });
           Object.assign(series, one.series);
         }
         found = series;
@@ -192,7 +192,7 @@ export async function page(body, { run, tab = "curves" }) {
     replace(content, spent.length ? h("div.panel", {}, table(where, spent)) : null, slow.length ? h("div.panel", {}, table(slowness, slow)) : null, h("div.panel", {}, h("h2", {}, t("Launches")), rows.length ? table(columns, rows) : h("p.soft", {}, t("This run has no record of its launches."))),
       h("div.panel", {}, h("h2", {}, t("Log")), text));
     async function refresh() {
-      const answer = await get("/api/log", { run });
+      const answer = await get("api/log", { run });
       const isAtEnd = text.scrollTop + text.clientHeight > text.scrollHeight - 40;
       text.textContent = answer.is_there ? answer.text.replace(/\x1b\[[0-9;]*m/g, "") : t("This run was started in a terminal, which has its log.");
       if (isAtEnd) text.scrollTop = text.scrollHeight;
@@ -203,7 +203,7 @@ export async function page(body, { run, tab = "curves" }) {
   }
 
   async function recipe() {
-    const others = (await get("/api/runs")).runs.map((r) => r.run).filter((name) => name !== run);
+    const others = (await get("api/runs")).runs.map((r) => r.run).filter((name) => name !== run);
     const differing = h("div");
     const select = h("select", { "aria-label": t("Compare with …"), onchange: async (e) => replace(differing, e.target.value ? await recipesOf(run, e.target.value) : "") },
       h("option", { value: "" }, t("Compare with …")), others.map((name) => h("option", { value: name }, name)));

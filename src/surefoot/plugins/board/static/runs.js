@@ -84,7 +84,7 @@ export async function page(body) {
 
   async function demo({ target }) {
     target.disabled = true;
-    try { location.hash = to("run", { run: (await post("/api/demo")).run, tab: "log" }); } catch (fault) { toast(fault.message); target.disabled = false; }
+    try { location.hash = to("run", { run: (await post("api/demo")).run, tab: "log" }); } catch (fault) { toast(fault.message); target.disabled = false; }
   }
 
   function table() {
@@ -114,7 +114,7 @@ export async function page(body) {
     if (isLate()) return;
     if (!chart || drawn !== names.join("\n")) {
       const known = new Set();
-      const details = await Promise.allSettled(names.map((run) => get("/api/run", { run })));
+      const details = await Promise.allSettled(names.map((run) => get("api/run", { run })));
       details.forEach((d) => d.value?.metrics.forEach((name) => known.add(name)));
       const differing = h("div");
       if (names.length === 2) replace(differing, await recipesOf(...names));
@@ -135,7 +135,7 @@ export async function page(body) {
 
   async function curves(names) {
     const [first, last] = view.range || [];
-    const found = await Promise.allSettled(names.map((run) => get("/api/series", { run, names: view.metric, points: 1500, first, last })));
+    const found = await Promise.allSettled(names.map((run) => get("api/series", { run, names: view.metric, points: 1500, first, last })));
     if (!isOpen || !chart || drawn !== names.join("\n")) return;
     const series = names.map((run, place) => ({ run, place, one: found[place].value?.series[view.metric] }))
       .filter(({ one }) => one)
@@ -147,7 +147,7 @@ export async function page(body) {
     clearTimeout(timer);
     try {
       if (!document.hidden || !runs.length) {
-        const found = await get("/api/runs");
+        const found = await get("api/runs");
         if (!isOpen) return;
         ({ runs, root, is_cut: isCut } = found);
         table();

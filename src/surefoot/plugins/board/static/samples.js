@@ -23,7 +23,7 @@ export async function samples(content, run, details) {
 
 // One prompt, and the answer of each evaluated checkpoint to it.
 async function overTime(run, files) {
-  const found = await Promise.all(files.map(async (file) => ({ file, ...(await get("/api/samples", { run, file: file.name })) })));
+  const found = await Promise.all(files.map(async (file) => ({ file, ...(await get("api/samples", { run, file: file.name })) })));
   const prompts = new Map();
   for (const { file, rows } of found) {
     for (const row of rows) {
@@ -45,7 +45,7 @@ async function sampled(run, files) {
   const list = h("div");
   const select = h("select", { "aria-label": t("Step"), onchange: (e) => show(e.target.value) }, files.map((f) => h("option", { value: f.name, selected: f === files.at(-1) }, `${t("Step")} ${integer(f.step)}`)));
   async function show(name) {
-    const { rows, broken } = await get("/api/samples", { run, file: name });
+    const { rows, broken } = await get("api/samples", { run, file: name });
     replace(list, broken ? h("div.note.warn", {}, t("{n} lines cannot be read.", { n: broken })) : null, rows.map((row) => h("div", { style: { borderTop: "1px solid var(--line)", padding: "12px 0" } },
       h("div.row.between", {}, h("span.soft.small", {}, row.origin), h("span.small", {}, t("reward {r}, advantage {a}", { r: number(row.reward), a: number(row.advantage) }), ` · ${row.stop_reason}`)),
       h("div.mask", {}, row.prompt), h("div.bubble", { style: { marginTop: "8px" } }, (row.tokens || []).map(token))))); 
