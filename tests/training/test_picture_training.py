@@ -230,6 +230,20 @@ def test_a_run_of_text_is_as_if_the_model_had_no_processor(kind, run, tmp_path):
     assert_same(without.policy.module.state_dict(), expected)
 
 
+@pytest.mark.parametrize("kind", ["qwen2_vl"])
+def test_a_processor_that_does_something_else_with_pixels_is_refused(kind, run, tmp_path):
+    """The tokens are the same, so the examples do not show it."""
+    options = {"checkpoint": {"save_steps": 2, "async_save": False}}
+    run(train={"max_steps": 2}, **options).fit()
+    for path in (tmp_path / "base").glob("*processor_config.json"):
+        content = json.loads(path.read_text())
+        settings = content.get("image_processor", content)
+        settings["image_mean"] = [0.9, 0.1, 0.3]
+        path.write_text(json.dumps(content))
+    with pytest.raises(ModelError, match=r"processor of the model does with pictures has changed"):
+        run(train={"max_steps": 4}, resume=tmp_path / "run" / "checkpoint-2", **options)
+
+
 @pytest.mark.parametrize("kind", ["llava"])
 def test_a_picture_that_changes_while_a_run_waits_stops_it_by_name(kind, run, tmp_path):
     trainer = run()

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from ..schema import FREE, Needs, SameRows, must
+from ..schema import FREE, ROUNDS, Needs, SameRows, must
 from ..schema.locations import DatasetReference
 
 DEFAULT_CUTOFF = 2048  # tokens
@@ -113,7 +113,7 @@ class DataSection:
     """Also train on the tokens of the prompt, not only of the responses."""
     mask_history: bool = False
     """Train only on the last response of a conversation."""
-    packing: Annotated[bool, FREE] = True
+    packing: Annotated[bool, ROUNDS] = True
     """Pack the examples of a micro-batch into one row, as documents that do not attend to each
     other."""
     shuffle: Annotated[bool, SameRows()] = True

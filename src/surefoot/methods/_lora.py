@@ -12,7 +12,7 @@ from .. import model as models
 from .. import network as networks
 from ..errors import RecipeError, counted
 from ..model.section import ModelSection
-from ..schema import Needs, Problem, must
+from ..schema import KEPT, Kept, Needs, Problem, must
 from .adapter import AdapterMethod, Part, names_in, target_names
 
 if TYPE_CHECKING:
@@ -42,15 +42,15 @@ class LoRA(AdapterMethod):
     }
     does: ClassVar[str] = "a sum"
 
-    rank: int = 8
+    rank: Annotated[int, KEPT] = 8
     """Rank of the update."""
-    alpha: float | None = None
+    alpha: Annotated[float | None, Kept(lambda lora: lora.scaled_alpha)] = None
     """The update is scaled by ``alpha / rank`` (by ``alpha / sqrt(rank)`` with rslora). Unset:
     twice the rank."""
-    rank_pattern: Mapping[str, int] = field(default_factory=dict, hash=False)
+    rank_pattern: Annotated[Mapping[str, int], KEPT] = field(default_factory=dict, hash=False)
     """Other ranks of some modules, by the last part of their names or a regular expression:
     ``{q_proj: 16, layers.0.*: 4}``. The first match counts, as in PEFT."""
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict, hash=False)
+    alpha_pattern: Annotated[Mapping[str, float], KEPT] = field(default_factory=dict, hash=False)
     """Likewise, other values of ``alpha``, which does not follow ``rank_pattern``."""
     dropout: float = 0.0
     """Dropout on the input of the update."""
@@ -69,11 +69,11 @@ class LoRA(AdapterMethod):
     new_tokens: bool = False
     """Train the embeddings of new tokens (``model.new_special_tokens``), and no others: their rows
     of the input embeddings and of the output head."""
-    rslora: bool = False
+    rslora: Annotated[bool, KEPT] = False
     """Scale by ``alpha / sqrt(rank)`` (arXiv:2312.03732)."""
-    dora: bool = False
+    dora: Annotated[bool, KEPT] = False
     """Train magnitude and direction separately (arXiv:2402.09353)."""
-    init: Literal["kaiming", "gaussian", "pissa", "olora"] = "kaiming"
+    init: Annotated[Literal["kaiming", "gaussian", "pissa", "olora"], KEPT] = "kaiming"
     """The initial values. ``kaiming`` and ``gaussian`` draw ``A``, and ``B`` is zero. ``pissa``
     starts from the principal part of each weight (arXiv:2404.02948), ``olora`` from its QR
     decomposition (arXiv:2406.01775): checkpoints are adapters of twice the rank, of the unchanged
@@ -104,6 +104,11 @@ class LoRA(AdapterMethod):
                 "adapters, and magnitudes belong to one; leave one of them out"
             )
 
+    @property
+    def scaled_alpha(self) -> float:
+        """``alpha`` as it acts."""
+        return 2 * self.rank if self.alpha is None else self.alpha
+
     def config(self, **shared: Any) -> PeftConfig:
         """As for every model; ``apply`` adds what depends on it."""
         from peft import LoraConfig
@@ -111,7 +116,7 @@ class LoRA(AdapterMethod):
         return LoraConfig(
             r=self.rank,
             # PEFT's own default is 8, whatever the rank.
-            lora_alpha=2 * self.rank if self.alpha is None else self.alpha,
+            lora_alpha=self.scaled_alpha,
             rank_pattern=dict(self.rank_pattern),
             alpha_pattern=dict(self.alpha_pattern),
             lora_dropout=self.dropout,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from ..errors import RecipeError
-from ..schema import must
+from ..schema import KEPT, must
 from .adapter import AdapterMethod, Part
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class OFT(AdapterMethod):
     }
     does: ClassVar[str] = "a rotation"
 
-    block_size: int = 32
+    block_size: Annotated[int, KEPT] = 32
     """Inputs that are rotated together; a divisor of the inputs of every adapted layer."""
     dropout: float = 0.0
     """The share of blocks that are not rotated in a training step."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from ..errors import CheckpointError
 from ..parallel.sharding import Box
-from ..schema import must
+from ..schema import KEPT, must
 from ..storage.weight_files import ADAPTER_PREFIX
 from .adapter import AdapterMethod, Part
 
@@ -42,14 +42,14 @@ class VeRA(AdapterMethod):
     }
     does: ClassVar[str] = "an update from matrices that layers share"
 
-    rank: int = 256
+    rank: Annotated[int, KEPT] = 256
     """Rows of the shared matrix ``A``. It costs a trained value a layer, so it is far above the
     rank of LoRA."""
     dropout: float = 0.0
     """Dropout on the input of the update."""
     initial_scale: float = 0.1
     """The trained vector between the matrices at first; the other one is zero."""
-    projection_seed: int = 0
+    projection_seed: Annotated[int, KEPT] = 0
     """The seed of the shared matrices. Checkpoints contain them."""
     targets: tuple[str, ...] = ("all",)
     """The linear layers to adapt, by the last part of the name; ``all`` is every one except the

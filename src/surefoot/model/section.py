@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from ..schema import FREE, Needs
+from ..schema import FREE, ROUNDS, Needs
 from ..schema.locations import ModelPath
 
 Recomputation = Literal["none", "selective", "full", "offload"]
@@ -45,7 +45,7 @@ class ModelSection:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights. ``auto``: trainable weights in float32, frozen ones as stored
     (float32 on a CPU)."""
-    attention: Annotated[Literal["auto", "sdpa", "eager", "flash_attention_2"], FREE] = "auto"
+    attention: Annotated[Literal["auto", "sdpa", "eager", "flash_attention_2"], ROUNDS] = "auto"
     """Attention kernel. ``auto`` takes sdpa where the architecture has it, otherwise eager. Packed
     rows on a GPU use the first of varlen, flex and sdpa that passes a self-check, which a resume
     keeps."""
@@ -62,7 +62,9 @@ class ModelSection:
     """The end-of-sequence token of the tokenizer that is saved with the weights. Unset: the model's
     own. What is trained and where responses end does not depend on it, but programs that ask the
     tokenizer stop there."""
-    gradient_checkpointing: Annotated[Recomputation, BeforeValidator(recomputation), FREE] = "none"
+    gradient_checkpointing: Annotated[Recomputation, BeforeValidator(recomputation), ROUNDS] = (
+        "none"
+    )
     """What to keep of each layer for the backward pass. ``none`` keeps all activations.
     ``selective`` keeps the results of matrix products and attention, and recomputes the rest.
     ``full`` keeps the layer's input and recomputes the layer: about a fifth slower. ``offload`` is
@@ -74,7 +76,7 @@ class ModelSection:
     router_aux_loss_coef: float | None = None
     """Weight of the loss that balances the experts of a mixture. Unset: as ``config.json`` says.
     Otherwise saved ones say it, too (``output_router_logits``)."""
-    compile: Annotated[bool, FREE] = False
+    compile: Annotated[bool, ROUNDS] = False
     """Compile the layers with ``torch.compile``: faster steps after a warm-up of about a minute.
     Needs a C++ compiler."""
     float8: Literal["rowwise"] | None = None

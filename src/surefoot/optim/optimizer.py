@@ -19,7 +19,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 
 from ..errors import RecipeError, counted
-from ..schema import Needs, must
+from ..schema import KEPT, Needs, must
 from ._rules import modules as rules
 from .plateau import Plateau, Reductions
 from .state_tensor import ParameterKind, ParameterKinds, Shape, StateTensor, check_kinds, layout_of
@@ -64,7 +64,7 @@ class Optimizer(ABC):
     plateau: Plateau = Plateau()
     """``reduce_lr_on_plateau``: when it reduces, by ``train.metric_for_best_model``."""
     bf16_weights: Annotated[
-        Literal["stochastic", "master", "nearest"], Needs("model.dtype", ("bfloat16",))
+        Literal["stochastic", "master", "nearest"], KEPT, Needs("model.dtype", ("bfloat16",))
     ] = "stochastic"
     """How bfloat16 weights (``model.dtype: bfloat16``) are updated. ``stochastic`` rounds each
     result up or down at random, so that updates are right in the mean. ``master`` updates a float32

@@ -9,7 +9,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from ..schema import Needs, must
+from ..schema import FREE, Needs, must
 from .sharding import AXES, DATA_AXES
 
 ScheduleName = Literal["1f1b", "interleaved", "gpipe"]
@@ -43,12 +43,12 @@ class ParallelSection:
     forward passes first."""
     pp_stages_per_rank: int | None = None
     """Pipeline stages per rank; unset, 2 if ``interleaved``, otherwise 1."""
-    reshard_after_forward: bool = True
+    reshard_after_forward: Annotated[bool, FREE] = True
     """Gather a layer's weights again for the backward pass: less memory, more communication."""
-    max_restarts: int = 0
+    max_restarts: Annotated[int, FREE] = 0
     """How often the ranks of this machine are restarted after one has died; they resume from the
     latest checkpoint."""
-    timeout: float | Literal["auto"] = "auto"
+    timeout: Annotated[float | Literal["auto"], FREE] = "auto"
     """Minutes without progress after which the run ends, and names the rank that hangs. ``auto``:
     ten times the slowest step so far, at least 2; longer to start, evaluate and save."""
 

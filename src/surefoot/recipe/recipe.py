@@ -13,7 +13,7 @@ import os
 import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -31,8 +31,11 @@ from ..optim.optimizer import Optimizer
 from ..parallel.section import ParallelSection
 from ..schema import (
     FREE,
+    ROUNDS,
     Keys,
+    MayChange,
     Problem,
+    UnsetText,
     Variants,
     is_section,
     settings,
@@ -43,9 +46,10 @@ from ..schema import (
 from ..schema.locations import DatasetReference, FunctionPath, ModelPath, locate
 from ..stages import STAGES
 from ..storage.child import LAUNCHER
+from ..storage.files import is_one_place
 from ..storage.remote import MODELSCOPE, OPENMIND, is_address, is_switched_on
 from ..training.section import TrainSection
-from ..training.stage import Stage
+from ..training.stage import Stage, is_greater_better
 from .files import SUFFIXES, read_text, recipe_in
 from .overrides import Overrides, idle_settings, override, put
 from .yaml import Document, emit, parse
@@ -83,7 +87,7 @@ class Recipe:
     """The optimizer and its learning rate."""
     checkpoint: Annotated[CheckpointSection, FREE] = CheckpointSection()
     """When to save, what to keep, what to resume from."""
-    parallel: Annotated[ParallelSection, FREE] = ParallelSection()
+    parallel: Annotated[ParallelSection, ROUNDS] = ParallelSection()
     """The mesh of ranks."""
     generate: Annotated[GenerateSection, FREE] = GenerateSection()
     """How responses are sampled."""
@@ -343,6 +347,7 @@ def _build(document: Document, base: Path, stated: Document | None = None) -> Re
     """The recipe of ``document``, of which a user has ``stated`` some."""
     document = _without_gone(document)
     recipe = schema.read(Recipe, document.data, fail=document.error, names=_names)
+    recipe = with_metric(recipe)
     problems = [problem for rule in RULES for problem in rule(recipe)]
     problems += idle_settings(recipe, document, stated)
     problems += recipe.method.problems(recipe.model)
@@ -378,6 +383,25 @@ def _with_places(recipe: Recipe, base_of: BaseOf) -> Recipe:
     )
 
 
+def with_metric(recipe: Recipe) -> Recipe:
+    """The recipe with the stage's metric of the best checkpoint, unless it names one."""
+    if not isinstance(recipe.train.metric_for_best_model, UnsetText):
+        return recipe
+    metric = UnsetText(f"eval_{recipe.stage.metric}")
+    return replace(recipe, train=replace(recipe.train, metric_for_best_model=metric))
+
+
+def greater_is_better(recipe: Recipe, metric: str | None = None) -> bool | None:
+    """Whether greater values of ``metric``, by default that of the best checkpoint, are better, as
+    the recipe or the stage that makes it says; None if neither does."""
+    train, data = recipe.train, recipe.data
+    metric = train.metric_for_best_model if metric is None else metric
+    if metric == train.metric_for_best_model and train.greater_is_better is not None:
+        return train.greater_is_better
+    names = [*map(str, data.eval_datasets or data.datasets)]
+    return is_greater_better(type(recipe.stage), metric, names)
+
+
 def dump(recipe: Recipe) -> str:
     """The recipe as YAML with all settings; ``load`` returns an equal recipe."""
     return emit(schema.write(recipe))
@@ -395,29 +419,65 @@ class RecipeChange:
     path: str
     old: object
     new: object
+    may: MayChange | None = field(default=None, compare=False)  # what it means on a resume
+    is_kept: bool = field(default=False, compare=False)  # whether none takes another one
 
     def __str__(self) -> str:
         return f"{self.path}: {self.old} -> {self.new}"
 
 
-def _changes(old: object, new: object, path: schema.Keys) -> Iterator[RecipeChange]:
+def _changes(
+    old: object, new: object, path: schema.Keys, may: MayChange | None = None
+) -> Iterator[RecipeChange]:
     cls: type = type(old)
     for name, setting in schema.settings(cls).items():
         before, after, here = getattr(old, name), getattr(new, name), (*path, name)
+        means, kept = setting.may_change or may, setting.kept
         if setting.choices is not None:
-            variants = [schema.variant_name(setting.choices, value) for value in (before, after)]
-            if variants[0] != variants[1]:
-                yield RecipeChange(schema.dotted(here), *variants)
+            was, is_now = (schema.variant_name(setting.choices, each) for each in (before, after))
+            if was != is_now:
+                # Another optimizer's moments, another method's weights, another stage's rows.
+                yield RecipeChange(schema.dotted(here), was, is_now, means, means is None)
                 continue
-            here = (*here, variants[0])
+            here = (*here, was)
         if schema.is_section(before):
-            yield from _changes(before, after, here)
-        elif before != after:
-            yield RecipeChange(
-                schema.dotted(here),
-                schema.write_setting(setting, before),
-                schema.write_setting(setting, after),
-            )
+            yield from _changes(before, after, here, means)
+            continue
+        if kept and kept.value:
+            is_same = kept.value(old) == kept.value(new)
+        else:
+            is_same = _is_same(before, after)
+        if not is_same:
+            old_value, new_value = (schema.write_setting(setting, x) for x in (before, after))
+            place = schema.dotted(here)
+            yield RecipeChange(place, old_value, new_value, means, kept is not None)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two values are equal, or two names of one file or folder: a home may be reached by a
+    link, or be mounted twice."""
+    if one == other or type(one) is not type(other):
+        return bool(one == other)
+    inside, beside = _parts(one), _parts(other)
+    if inside is not None and beside is not None:
+        return len(inside) == len(beside) and all(map(_is_same, inside, beside))
+    if not isinstance(one, str | Path) or not Path(one).is_absolute():
+        return False
+    return is_one_place(Path(one), Path(other))
+
+
+def _parts(value: Any) -> Sequence[Any] | None:
+    """What a value consists of that may have a path in it; None of a plain one."""
+    if isinstance(value, FunctionPath):
+        return value.name, value.file
+    if isinstance(value, DatasetReference):
+        return str(value), value.source
+    if isinstance(value, Mapping):
+        return [part for key in sorted(value) for part in (key, value[key])]
+    if schema.is_section(value):
+        cls: type = type(value)
+        return [getattr(value, name) for name in settings(cls)]
+    return value if isinstance(value, tuple) else None
 
 
 # Rules between sections. What one can know of itself it checks in its own __post_init__.

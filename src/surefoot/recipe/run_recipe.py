@@ -11,11 +11,14 @@ from typing import Any
 from .. import schema
 from ..checkpoint.disk.commit import named
 from ..checkpoint.disk.folder import TrainerStateFile, load_trainer_state
-from ..checkpoint.disk.retention import RetentionPolicy, more_is_better
+from ..checkpoint.disk.retention import RetentionPolicy
 from ..checkpoint.looking.listing import PruneOptions
 from ..checkpoint.section import CheckpointSection
 from ..checkpoint.verification import verify_weights
 from ..errors import CheckpointError, RecipeError
+from ..schema.locations import DatasetReference
+from ..stages import STAGES
+from ..training.stage import Stage, is_greater_better
 from .files import RUN_RECIPE, read_text
 from .yaml import parse
 
@@ -82,28 +85,46 @@ def prune_options(folder: Path, options: Mapping[str, Any]) -> PruneOptions:
         RecipeError: the recipe cannot be read.
     """
     numbers = {field.name for field in dataclasses.fields(RetentionPolicy)}
-    section, train = CheckpointSection(keep=None), dict[str, Any]()
+    section, sections = CheckpointSection(keep=None), dict[str, Any]()
     if (folder / RUN_RECIPE).exists():
-        section, train = _recipe(folder / RUN_RECIPE)
+        section, sections = _recipe(folder / RUN_RECIPE)
     elif not options.keys() & numbers:
         raise CheckpointError(
             f"{folder}: no {RUN_RECIPE}, so no retention policy; give one, for example --keep 3"
         )
     chosen = {name: value for name, value in options.items() if name in numbers}
+    train = sections["train"] if isinstance(sections.get("train"), dict) else {}
     metric = options.get("metric") or train.get("metric_for_best_model") or _METRIC
     greater = options.get("greater")
     if greater is None and "metric" not in options:
         greater = train.get("greater_is_better")
+    if greater is None:
+        greater = _is_greater_better(str(metric), sections)
+    if greater is None:
+        raise CheckpointError(
+            f"--metric: whether greater values of {metric} are better is not known; add --greater "
+            "or --smaller"
+        )
     return PruneOptions(
         dataclasses.replace(section.rule(), **chosen),
         str(metric),
-        more_is_better(str(metric)) if greater is None else bool(greater),
+        bool(greater),
         section.resume,
     )
 
 
+def _is_greater_better(metric: str, sections: Mapping[str, Any]) -> bool | None:
+    """The same as ``greater_is_better`` of a recipe that another version may have written."""
+    stage, data = sections.get("stage"), sections.get("data")
+    name = next(iter(stage), None) if isinstance(stage, dict) else stage
+    cls = STAGES[name] if isinstance(name, str) and name in STAGES else Stage
+    given = data.get("eval_datasets") if isinstance(data, dict) else None
+    names = [str(DatasetReference.of(each)) for each in given] if isinstance(given, list) else []
+    return is_greater_better(cls, metric, names)
+
+
 def _recipe(path: Path) -> tuple[CheckpointSection, dict[str, Any]]:
-    """Two of its sections; the others may be of another version."""
+    """Its section of checkpoints, and all as plain data: others may be of another version."""
     document = parse(read_text(path, follow=False), str(path))
     sections = document.data if isinstance(document.data, dict) else {}
 
@@ -112,5 +133,4 @@ def _recipe(path: Path) -> tuple[CheckpointSection, dict[str, Any]]:
         return document.error(inside)
 
     section = schema.read(CheckpointSection, sections.get("checkpoint"), fail=wrong)
-    train = sections.get("train")
-    return section, train if isinstance(train, dict) else {}
+    return section, sections

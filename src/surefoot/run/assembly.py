@@ -31,7 +31,6 @@ from ..training.trainer import Trainer
 from ..training.views import DataView
 from ..training.windows import Windows, num_steps, steps_per_epoch
 from . import _data_loading as data_loading
-from .code_files import check_code
 from .contexts import ColumnsAhead, RunColumns, build_evaluation, served_policy
 from .from_python import AS_IN_THE_RECIPE, StageParts
 from .models import open_models, separate_roles, with_auxiliary
@@ -40,8 +39,10 @@ from .policy import (
     Around,
     build_learner,
     compare_prepared,
+    compare_read,
     end_with_responses,
     open_policy,
+    read_beside,
     settle_packing,
 )
 
@@ -85,13 +86,13 @@ def build(
     others = open_models(parts.models, separate_roles(parts.models, policy), parts.codec, world)
     networks = with_auxiliary(parts.models, policy, others)
     saver = build_saver(parts, policy, listeners)
+    read = read_beside(parts, policy, data)
     end_with_responses(policy, parts.codec)  # the files beside the weights have their own
     trainer = build_trainer(
         parts, networks, columns.joined(), saver, callbacks, feeder, trial=trial
     )
-    if start is not None:
-        start.restore(trainer, parts.base.folder)
-        check_code(parts.record, start.folder)
+    parts.restore(trainer)
+    compare_read(trainer.state, read)
     # What a restored state decides, and nothing else, is settled after it.
     trainer.windows.memory.recall(trainer.state.global_step)
     settle_packing(parts, trainer, policy)
@@ -229,6 +230,7 @@ def build_trainer(
         control=control,
         interval=LogAccumulator(state, policy.num_parameters),
         world=world,
+        judged_on=parts.judged_on(columns.data),
         save_steps=saves.save_steps,
         feeder=feeder,
     )

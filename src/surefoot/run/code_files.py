@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import logging
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -24,11 +26,52 @@ logger = logging.getLogger(__name__)
 NAME = "code.json"  # in a checkpoint: the functions of the recipe, and the hashes of their files
 
 
-def code_of(section: object, parts: StageParts = AS_IN_THE_RECIPE) -> dict[str, bytes]:
-    """The file that records the functions in a recipe or section, and of ``parts``, if there are
-    some. None is run. Raises ``RunError``."""
-    digests = {str(path): _hash(path) for path in functions_in(section)} | parts.code()
+def code_of(
+    section: object, callbacks: Sequence[object], parts: StageParts = AS_IN_THE_RECIPE
+) -> dict[str, bytes]:
+    """The file that records the functions in a recipe or section, ``callbacks``, and the functions
+    of ``parts``, with the modules from their folders that they import, if there are some. None is
+    run. Raises ``RunError``."""
+    digests = parts.code()
+    for path in functions_in(section):
+        digests[str(path)] = _hash(path.file)
+        digests |= {str(file): _hash(file) for file in _modules(path.file)[1:]}
+    for callback in callbacks:
+        with suppress(OSError, TypeError):  # typed at a prompt
+            found = _modules(Path(inspect.getfile(type(callback))))
+            digests |= {str(file): _hash(file) for file in found}
     return {NAME: json.dumps(digests, indent=2, sort_keys=True).encode()} if digests else {}
+
+
+def _modules(given: Path) -> list[Path]:
+    """The file ``given``, and those that it imports from its folder or from the current one, inside
+    of functions, too."""
+    roots, found, todo = (given.parent, Path.cwd()), dict[Path, None](), [given]
+    while todo:
+        file = todo.pop()
+        if file in found or not file.is_file():
+            continue
+        found[file] = None
+        tree = ast.Module([], [])
+        with suppress(SyntaxError, ValueError):  # said where it is run
+            tree = ast.parse(file.read_bytes())
+        for node in ast.walk(tree):
+            level = node.level if isinstance(node, ast.ImportFrom) else 0
+            for parts in _names(node):
+                for root in (file.parents[level - 1],) if level else roots:
+                    places = [root.joinpath(*parts[:end]) for end in range(1, len(parts) + 1)]
+                    todo += [place.with_name(f"{place.name}.py") for place in places]
+                    todo += [place / "__init__.py" for place in places]
+    return [*found]
+
+
+def _names(node: ast.AST) -> Iterator[list[str]]:
+    """The modules that a statement imports, or may import, by the parts of their names."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name.split(".") for alias in node.names)
+    if isinstance(node, ast.ImportFrom):
+        before = node.module.split(".") if node.module else []
+        yield from ([*before, alias.name] for alias in node.names)
 
 
 def check_functions(section: object) -> None:
@@ -85,11 +128,12 @@ def check_code(code: Mapping[str, bytes], folder: Path) -> None:
                 "Python with the same `parts`"
             )
     for name, digest in now.items():
-        if before.get(name, digest) != digest:
+        # By the last part of its name where the folder has moved.
+        moved = [d for known, d in before.items() if Path(known).name == Path(name).name]
+        if digest not in ([before[name]] if name in before else moved or [digest]):
             logger.warning("%s has changed since %s was saved", name, folder.name)
 
 
-def _hash(path: FunctionPath) -> str:
-    """Of the file of a function. Raises ``RunError`` if there is none."""
-    with files.raising(RunError, f"{path}: cannot read the file"):
-        return files.digest(path.file.read_bytes())
+def _hash(file: Path) -> str:
+    with files.raising(RunError, f"{file}: cannot read the file"):
+        return files.digest(file.read_bytes())

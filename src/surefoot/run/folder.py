@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .. import schema
-from ..checkpoint.disk.commit import clean, committed, new_nonce, step_of
+from ..checkpoint.disk.commit import clean, committed, named, new_nonce, step_of
 from ..checkpoint.layouts.detection import has_manifest, names_save
 from ..checkpoint.looking.listing import RemoteRun, stores
 from ..checkpoint.section import CheckpointSection
@@ -30,11 +30,10 @@ from ..data.order.micro_batches import fitting_micro_batch
 from ..errors import CheckpointError, RunError, SurefootError, explain
 from ..extensions import Extended
 from ..log import fell_back
-from ..model.base_identity import is_new
 from ..parallel.section import launched
 from ..parallel.world import ALONE, World
-from ..recipe.files import RUN_RECIPE
-from ..recipe.recipe import Recipe, RecipeChange, changes, load
+from ..recipe.files import RUN_RECIPE, is_run
+from ..recipe.recipe import Recipe, load
 from ..storage.child import LAUNCHER
 from ..storage.files import (
     NO_LOCKS,
@@ -52,6 +51,7 @@ from ..storage.remote import Address, is_address
 from ..training.callback import TrainerCallback
 from ..training.callbacks.launches import forget_stop_request, is_alive, last_heartbeat
 from ..training.section import TrainSection
+from .changes import changes_in, refuse_in_own, say
 
 logger = logging.getLogger(__name__)
 SizeChoice = Callable[[Recipe, World], int]  # from a recipe and the ranks that train it
@@ -224,34 +224,16 @@ def _refuse_another_run(folder: RunFolder, recipe: Recipe) -> None:
                 f"{RUN_RECIPE}, so Surefoot did not write it; choose another folder"
             )
         return
-    every, free = changes(load(run_recipe), recipe), schema.changeable(recipe)
-    for change in every if steps else ():
-        if change.path in free and free[change.path].is_schedule:
-            logger.info("%s since the last start: the learning rates follow the new length", change)
-    differing = [c for c in every if not (_is_below(c.path, free) or _has_moved(c, folder.path))]
-    resume = recipe.checkpoint.resume
-    is_requested = _is_within(resume, place) or _is_inside(resume, folder.path)
-    if differing and steps and not is_requested:
-        listed = "; ".join(str(change) for change in differing[:4])
-        here = f" (and {folder.path})" if folder.away else ""
-        raise RunError(
-            f"train.output_dir: {place}{here} contains a run with other settings ({listed}). "
-            "Choose another folder, or resume from one of its checkpoints with "
-            "checkpoint.resume=PATH in a new folder"
-        )
+    if not steps:
+        return
+    here = f" (and {folder.path})" if folder.away else ""
+    found = changes_in(folder.path, load(run_recipe), recipe)
+    refuse_in_own(found, f"{place}{here}")
+    say(found, "the last start")
 
 
 def _is_below(path: str, settings: Collection[str]) -> bool:
     return any(path == each or path.startswith(f"{each}.") for each in settings)
-
-
-def _has_moved(change: RecipeChange, folder: Path) -> bool:
-    """Whether the model is new weights in the run's folder, which was elsewhere when they were
-    made: equal names are equal contents."""
-    if change.path != "model.path":
-        return False
-    before, now = Path(str(change.old)), Path(str(change.new))
-    return (before.name, now.parent) == (now.name, folder.absolute()) and is_new(now)
 
 
 def _is_within(resume: str, output_dir: Path | Address) -> bool:
@@ -321,6 +303,9 @@ def resume_point(folder: RunFolder, recipe: Recipe) -> Path | None:
         if folder.away is not None:
             return folder.away.newest_sound()
         return recover_latest(folder.path, from_scratch=_FROM_SCRATCH)
+    if not is_address(resume):
+        target = _target(Path(resume))  # its own are known by one name, however they are spelled
+        resume = str(folder.path / target.name if is_own else target)
     step = step_of(Path(resume))
     if is_own and any(later > step for later in steps):
         raise RunError(
@@ -329,6 +314,20 @@ def resume_point(folder: RunFolder, recipe: Recipe) -> Path | None:
             "choose another train.output_dir"
         )
     return _requested_checkpoint(folder, recipe.checkpoint, recipe.train.cache_dir)
+
+
+def _target(path: Path) -> Path:
+    """The checkpoint that a link such as ``latest`` leads to. Raises ``CheckpointError`` if it is
+    the folder of a run."""
+    target = path.resolve() if step_of(path) < 0 and path.is_symlink() else path
+    if is_run(target):
+        names = [folder.name for folder in named(target)]
+        raise CheckpointError(
+            f"checkpoint.resume: {path} is the folder of a run; name one of its checkpoints "
+            f"({', '.join(names[-3:])}), such as checkpoint.resume={path / names[-1]}; to resume "
+            f"that run itself, `surefoot train {path}`"
+        )
+    return target
 
 
 def _set_aside_damaged(folder: RunFolder, place: Path | Address, latest: int) -> None:
@@ -371,14 +370,19 @@ def _requested_checkpoint(
 
 def lineage_of(recipe: Recipe) -> str:
     """A hash of the settings on which the weights after a number of steps depend."""
-    follows = recipe.optim.follows_evaluations
+    return hash_of_settings(recipe, has_plateau=recipe.optim.follows_evaluations)
+
+
+def hash_of_settings(section: object, *, has_plateau: bool = False) -> str:
+    """A hash of the settings in ``section`` on which weights depend; of those of evaluations, too,
+    if the learning rate follows them."""
     free = [
         path
-        for path, may in schema.changeable(recipe).items()
-        if not (may.is_schedule or (may.is_evaluation and follows))
+        for path, may in schema.changeable(section).items()
+        if not (may.is_schedule or (may.is_evaluation and has_plateau))
     ]
     settings = {
-        path: value for path, value in _flat(schema.write(recipe), ()) if not _is_below(path, free)
+        path: value for path, value in _flat(schema.write(section), ()) if not _is_below(path, free)
     }
     return digest(json.dumps(settings, sort_keys=True, default=str).encode())
 

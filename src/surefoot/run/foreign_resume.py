@@ -4,15 +4,18 @@ Plugins name the trainers. What their loaders share is here, too."""
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
+from .. import schema
 from ..checkpoint.disk.commit import named
 from ..checkpoint.disk.manifest import MANIFEST
 from ..checkpoint.layouts.detection import detect_layout
@@ -21,9 +24,14 @@ from ..checkpoint.state.states import local_box_of
 from ..errors import CheckpointError, RunError, counted
 from ..extensions import Extended
 from ..network.method import Weights
+from ..optim import OPTIMIZERS
 from ..optim.bf16_weights import rule_of
+from ..recipe.files import read_adapter
+from ..recipe.recipe import Recipe
 from ..storage import files
 from ..training.trainer import Trainer
+
+_MOMENTS = "adamw"  # the optimizer whose moments all of them save
 
 
 class ForeignTrainer(ABC):
@@ -55,6 +63,21 @@ class ForeignTrainer(ABC):
     def check_weights(self, folder: Path, base: Path) -> None:
         """Refuse what headers show, before the data is encoded; by default nothing."""
         return
+
+    def recipe(self, folder: Path, recipe: Recipe) -> Recipe:
+        """``recipe`` with the settings that its checkpoint says it was trained with: the moments
+        are AdamW's, and an adapter acts by some of its settings."""
+        optim: Any = recipe.optim
+        method: Any = recipe.method
+        if schema.variant_name(OPTIMIZERS, optim) != _MOMENTS:
+            optim = OPTIMIZERS[_MOMENTS]()
+        adapter = read_adapter(folder)
+        with contextlib.suppress(ValueError, TypeError):  # of another kind: its weights are refused
+            continued = method if adapter is None else method.continued(adapter)
+            cls: type = type(method)
+            kept = [name for name, each in schema.settings(cls).items() if each.kept]
+            method = replace(method, **{name: getattr(continued, name) for name in kept})
+        return replace(recipe, optim=optim, method=method)
 
     @abstractmethod
     def load(self, folder: Path, trainer: Trainer, *, base: Path, trust_pickle: bool) -> None:

@@ -7,6 +7,7 @@ parts, or one of them, and no recipe.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,7 +33,7 @@ from ..network.early import refuse_early
 from ..optim.optimizer import Optimizer
 from ..parallel.section import ParallelSection
 from ..parallel.world import World
-from ..recipe.recipe import Recipe, dump
+from ..recipe.recipe import Recipe, dump, greater_is_better, with_metric
 from ..recipe.recipe_data import (
     build_codec,
     encoding_of,
@@ -42,6 +43,7 @@ from ..recipe.recipe_data import (
     open_tokenizer,
     settled,
 )
+from ..storage.files import digest
 from ..training.precompute import model_of
 from ..training.section import TrainSection
 from ..training.stage import Stage, longest_row
@@ -49,8 +51,10 @@ from ..training.trainer import Trainer
 from ..training.views import Shown
 from ._encoder_worker import EncoderWorker
 from .bases import find_bases
-from .code_files import code_of
-from .folder import lineage_of
+from .changes import compare_with_checkpoint, recipe_of
+from .code_files import NAME as CODE
+from .code_files import check_code, code_of
+from .folder import hash_of_settings, lineage_of
 from .foreign_resume import ForeignTrainer, detect_trainer
 from .from_python import AS_IN_THE_RECIPE, StageParts
 from .models import NO_FOLDERS, ModelParts, RunModels, refuse_other_tokens
@@ -81,6 +85,14 @@ class Start:
     def has_base(self) -> bool:
         """Whether all that the method may save of the base model is in it."""
         return self.writer is None or not self.writer.needs_base
+
+    def compare(self, recipe: Recipe) -> None:
+        """Say what has changed since it was saved. Raises ``RunError`` for what must not."""
+        writer = self.writer
+        before = recipe_of(self.folder) if writer is None else writer.recipe(self.folder, recipe)
+        weights = "model.path" if recipe.method.saves_base_model else "model.adapter"
+        if before is not None:
+            compare_with_checkpoint(self.folder, before, recipe, weights)
 
     def restore(self, trainer: Trainer, base: Path) -> None:
         """Give ``trainer`` the states of the checkpoint."""
@@ -126,7 +138,7 @@ class RunParts:
     ) -> RunParts:
         """The parts of the run of ``recipe`` that is resumed from ``start``. A collective call.
         Raises what is known to be wrong with them."""
-        record = code_of(recipe, stage_parts)
+        record = code_of(recipe, recipe.train.callbacks, stage_parts)
         is_own = start is not None and start.writer is None
         bases = find_bases(
             recipe.model,
@@ -134,9 +146,12 @@ class RunParts:
             start.folder if start is not None and is_own else None,
             saves_base=recipe.method.saves_base_model,
         )
-        written = settled(recipe, bases.policy.folder)
+        written = with_metric(settled(recipe, bases.policy.folder))
         recipe = replace(written, stage=stage_parts.of(written.stage))
         codec = build_codec(recipe, bases.policy.folder)
+        if start is not None and is_recorded:
+            world.on_main(partial(start.compare, written))
+        _refuse_unknown_metric(recipe)
         parts = cls.around(recipe, codec, bases.policy, bases.folders, written=written)
         if start is None:
             # Truncated weights and tokens without embeddings were once found after hours of
@@ -161,6 +176,8 @@ class RunParts:
         """The parts of ``recipe`` around a model that is known, or open, already. ``written`` is
         what a file can say of it, if a program has put parts of its own into its stage."""
         written = written or recipe
+        train = replace(recipe.train, greater_is_better=greater_is_better(recipe))
+        recipe = replace(recipe, train=train)
         base = BaseModel(recipe.model, base) if isinstance(base, Path) else base
         options = NetworkOptions(
             method=recipe.method,
@@ -252,6 +269,19 @@ class RunParts:
         """How examples become a batch everywhere in the run, with their pictures."""
         return collation_of(self.stage, self.codec, packing=self.data.packing)
 
+    def restore(self, trainer: Trainer) -> None:
+        """Give ``trainer`` the states of the checkpoint, if the run is resumed from one."""
+        if self.start is not None:
+            self.start.restore(trainer, self.base.folder)
+            check_code(self.record, self.start.folder)
+        trainer.settle_best()
+
+    def judged_on(self, data: AnyData) -> str:
+        """The hash of what evaluations measure, and of what measures it beside the weights."""
+        rows = {name: dataset.fingerprint for name, dataset in data.evals.items()}
+        code = sorted(json.loads(self.record.get(CODE, b"{}")).values())  # wherever it lies
+        return digest(json.dumps([rows, hash_of_settings(self.stage), code]).encode())
+
     def for_data(self, data: AnyData) -> RunParts:
         """These parts, whose networks are made for packed rows of ``data``: of its longest document
         with what the stage adds, and of its pictures. Of examples that are not encoded yet, as long
@@ -277,6 +307,17 @@ class RunParts:
         packed = replace(self.collation, collate=collate)  # conversations, in any stage
         padded, items = replace(packed, packing=False), self.codec.picture_probe()
         return [Probe(packed.batch(items).read(), [padded.batch([item]).read() for item in items])]
+
+
+def _refuse_unknown_metric(recipe: Recipe) -> None:
+    """Raise ``RecipeError`` if evaluations cannot be compared."""
+    train = recipe.train
+    is_evaluated = train.eval_steps or train.eval_minutes or train.eval_epoch
+    if is_evaluated and greater_is_better(recipe) is None:
+        raise RecipeError(
+            f"train.metric_for_best_model: the stage does not say whether greater values of "
+            f"{train.metric_for_best_model} are better; set train.greater_is_better"
+        )
 
 
 def collation_of(stage: Stage, codec: Codec | None = None, *, packing: bool) -> Collation:

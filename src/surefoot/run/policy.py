@@ -18,7 +18,8 @@ from torch import nn
 
 from ..batch import StepRunner
 from ..data.text.codec import Codec
-from ..errors import counted
+from ..data.training_data import AnyData
+from ..errors import ModelError, counted
 from ..model import packed_attention, packed_kernels, products
 from ..model.isolation import select_prompt_sharing
 from ..model.loading import device, training_dtype
@@ -131,6 +132,34 @@ def build_learner(
         copies=policy.engine.replicas(),
     )
     return Learner(policy, step, trained)
+
+
+PICTURES = "what the processor of the model does with pictures"
+STOPS = "what ends a response (eos_token_id in generation_config.json)"
+TEXT = "how tokens become text (tokenizer.json, tokenizer_config.json)"
+
+
+def read_beside(parts: RunParts, policy: Network, data: AnyData) -> dict[str, str]:
+    """Hashes of what is read at training time beside the weights and rows of a run, by a name."""
+    read, codec = dict[str, str](), parts.codec
+    if codec.media is not None and data.has_pictures:
+        read[PICTURES] = codec.media.processor.fingerprint
+    if parts.stage.max_new_tokens:  # responses, which are decoded for rewards
+        read[STOPS] = str(sorted(policy.own_stops))
+        read[TEXT] = codec.decoding
+    return read
+
+
+def compare_read(state: TrainerState, now: dict[str, str]) -> None:
+    """Record what is read beside the weights. Raises ``ModelError`` if the steps so far were
+    trained with something else: as of a base, nobody reads a warning."""
+    if changed := [name for name in now if state.read.get(name, now[name]) != now[name]]:
+        raise ModelError(
+            f"model.path: {'; '.join(changed)} has changed since step {state.global_step}, and "
+            "this run was trained with the former; restore its files, or start a new run from its "
+            "weights in another train.output_dir (model.path, or model.adapter for an adapter)"
+        )
+    state.read = now
 
 
 MACHINE = "machine"  # of two kinds of machines, nothing is compared

@@ -18,6 +18,8 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from .. import schema
 from ..checkpoint.loading import load as load_checkpoint
+from ..checkpoint.looking.listing import stores
+from ..checkpoint.verification import verify_checkpoint
 from ..errors import CheckpointError, RunError
 from ..model.loading import device
 from ..model.section import ModelSection
@@ -26,8 +28,9 @@ from ..parallel.watchdog import watched
 from ..parallel.world import World, explain_peer_loss, joined
 from ..recipe.recipe import Recipe, dump, load, read, read_object
 from ..recipe.recipe_data import find_base, settled, with_batch_sizes
-from ..storage.files import raising, read_json, write_aside
+from ..storage.files import is_folder, raising, read_json, write_aside
 from ..storage.memory import allocator_message, is_out_of_memory
+from ..storage.remote import Address
 from ..training.callback import Record, TrainerCallback, TrainerState, made
 from ..training.callbacks.metric_files import METRICS, restore
 from ..training.evaluation import EVALUATION, check_metric, first_window, speeds
@@ -272,6 +275,13 @@ def _fit(trainer: Trainer, *, tries_heaviest: bool = False) -> Outcome:
             _load_best(trainer)
         trainer.saver.close()
         return outcome_of(trainer)
+    newest, last = trainer.saver.newest, trainer.saver.path_of(state.global_step)
+    if state.is_complete and state.global_step and newest != last:
+        raise RunError(
+            f"checkpoint.resume: the checkpoint is of step {state.global_step:,}, and this run is "
+            f"to end at step {state.max_steps:,}, so there is nothing to train; raise "
+            "train.max_steps (or train.num_epochs)"
+        )
     if state.is_complete:
         logger.info("the last step is saved, but the run was ended before its results were written")
     explain_rank_loss = explain_peer_loss(trainer.world.rank, lambda: trainer.signal)
@@ -436,7 +446,15 @@ def _load_best(trainer: Trainer) -> int | None:
     best = state.best_global_step
     if section.load_best_model_at_end and best is not None:
         weights = ["model", *trainer.policy.network.head_weights]
-        load_checkpoint(trainer.saver.path_of(best), trainer.states, only=weights)
+        folder = trainer.saver.path_of(best)
+        if not is_folder(folder) and isinstance(section.output_dir, Address):
+            folder = stores().fetch(section.output_dir.inside(folder.name), section.cache_dir)
+        report = verify_checkpoint(folder, full=True)  # before anything is read into place
+        if not report.ok:
+            why = report.problems[0]
+            logger.warning("the run ends with its last weights, not with the best ones: %s", why)
+            return None
+        load_checkpoint(folder, trainer.states, only=weights, is_verified=True)
         logger.info(
             "best: checkpoint-%d, %s %.4g", best, section.metric_for_best_model, state.best_metric
         )

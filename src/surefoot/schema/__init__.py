@@ -9,13 +9,18 @@ from ._problem import Problem, dotted, idle, must
 from ._reading import expand, json_schema, read, recipe_error, write, write_setting
 from ._setting import (
     FREE,
+    FROM_HERE,
+    KEPT,
     OF_EVALUATIONS,
+    ROUNDS,
+    Kept,
     Keys,
     MayChange,
     Needs,
     SameRows,
     Setting,
     Unset,
+    UnsetText,
     Variants,
     changeable,
     describe,
@@ -30,7 +35,11 @@ from ._setting import (
 
 __all__ = [
     "FREE",
+    "FROM_HERE",
+    "KEPT",
     "OF_EVALUATIONS",
+    "ROUNDS",
+    "Kept",
     "Keys",
     "MayChange",
     "Needs",
@@ -38,6 +47,7 @@ __all__ = [
     "SameRows",
     "Setting",
     "Unset",
+    "UnsetText",
     "Variants",
     "changeable",
     "describe",

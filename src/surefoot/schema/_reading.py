@@ -19,6 +19,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from ..errors import RecipeError, counted
 from ._problem import Problem, explain
 from ._setting import (
+    UNSET,
     WORDS,
     Keys,
     Setting,
@@ -106,7 +107,7 @@ def expand(cls: type, data: object) -> object:
         return {}
     if isinstance(data, cls):
         values = {name: getattr(data, name) for name in settings(cls)}
-        data = {name: value for name, value in values.items() if not isinstance(value, Unset)}
+        data = {name: value for name, value in values.items() if not isinstance(value, UNSET)}
     if not isinstance(data, Mapping):
         return data
     by_name = settings(cls)

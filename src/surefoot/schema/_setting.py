@@ -11,7 +11,7 @@ import math
 import textwrap
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union
@@ -33,6 +33,15 @@ class Unset(int):
     It is an ``int`` in every respect; only its type says that nobody has set it, so a recipe that
     sets the default's value has set it.
     """
+
+
+class UnsetText(str):
+    """The same of a text."""
+
+    __slots__ = ()
+
+
+UNSET = (Unset, UnsetText)
 
 
 @dataclass(frozen=True)
@@ -64,12 +73,25 @@ class Variants:
 class MayChange:
     """Marks a setting that may differ between two starts of one run, with all that is below it."""
 
+    means: str = ""  # what is said of a change; empty: no bit and no judgement depends on it
     is_schedule: bool = False  # whether weights of later steps depend on it
     is_evaluation: bool = False  # whether they do where the learning rate follows evaluations
 
 
+@dataclass(frozen=True)
+class Kept:
+    """Marks a setting by which saved values mean what they do: a resume takes no other one, in a
+    new folder either. So it is of every choice of a variant. A setting with neither mark belongs to
+    its run: in a new folder another value is taken from there on, and said."""
+
+    value: Callable[[Any], object] | None = None  # what it comes to, from its section
+
+
 FREE = MayChange()
-OF_EVALUATIONS = MayChange(is_evaluation=True)
+ROUNDS = MayChange("the same computation in another order, whose losses agree up to rounding")
+FROM_HERE = MayChange("taken from here on")
+OF_EVALUATIONS = MayChange("taken from here on", is_evaluation=True)
+KEPT = Kept()
 
 
 @dataclass(frozen=True)
@@ -131,6 +153,7 @@ class Setting:
     may_change: MayChange | None = None  # set if it may differ when a run is resumed
     same_rows: SameRows | None = None
     needs: Needs | None = None  # set if it does nothing without another one
+    kept: Kept | None = None  # set if it never may
 
     @property
     def doc(self) -> str:
@@ -202,6 +225,7 @@ def _setting(field: dataclasses.Field[Any], hint: object, owner: type) -> Settin
         "may_change": _mark(hint, MayChange),
         "same_rows": _mark(hint, SameRows),
         "needs": _mark(hint, Needs),
+        "kept": _mark(hint, Kept),
     }
     if (variants := _mark(hint, Variants)) is not None:
         choices = variants.choices

@@ -15,8 +15,9 @@ from ..data.text.collation import collate, num_trained, with_token_columns
 from ..generate.section import GenerateSection, sampling
 from ..generate.servers import SAMPLERS, Engine, Sampler
 from ..parallel.section import ParallelSection
-from ..schema import FREE, Needs, Problem, Variants, must
+from ..schema import FROM_HERE, Needs, Problem, Variants, must
 from ..schema.locations import ModelPath
+from ..training.losses import LIKELIHOOD
 from ..training.stage import AuxiliaryModel, Prepared, Stage, StageContext
 from ._rules import check_sampler, check_temperature, must_not_shard
 from ._sft import SFT
@@ -37,6 +38,7 @@ class Distill(Stage):
     of a batch never exist at once. The loss is a sum over the tokens of responses.
     """
 
+    better_if_greater: ClassVar[Mapping[str, bool]] = LIKELIHOOD
     encoding: ClassVar[str] = SFT.encoding
 
     teacher: ModelPath | None = None
@@ -64,7 +66,7 @@ class Distill(Stage):
     """Temperature with which the student samples its responses."""
     sampling_batch_size: Annotated[int, Needs("on_policy")] = 32
     """Prompts per batch of one rank when the engine samples responses."""
-    sampler: Annotated[Sampler, Variants(SAMPLERS), FREE] = Engine()
+    sampler: Annotated[Sampler, Variants(SAMPLERS), FROM_HERE] = Engine()
     """Where responses are sampled in training: by Surefoot's own ``engine``, or by a server
     (``vllm``, ``sglang``, ``openai``), which gets the weights after each update.
     """

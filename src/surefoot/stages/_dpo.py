@@ -46,6 +46,7 @@ class DPO(Stage):
     difference between the policy's and the reference's log-probability of a response.
     """
 
+    better_if_greater: ClassVar[Mapping[str, bool]] = losses.PAIRS
     reads_pictures = True
     spec: ClassVar[OutputSpec] = LOGPS
 

@@ -48,6 +48,7 @@ class KTO(Stage):
     sizes or seeds add some.
     """
 
+    better_if_greater: ClassVar[Mapping[str, bool]] = losses.PAIRS
     reads_pictures = True
     kept_by: ClassVar[Literal["item", "window"]] = "window"
     spec: ClassVar[OutputSpec] = LOGPS

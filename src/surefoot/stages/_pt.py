@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -12,7 +12,7 @@ from ..data.section import DataSection
 from ..data.text.ranking import not_to_imitate
 from ..parallel.section import ParallelSection
 from ..schema import Problem, must
-from ..training.losses import negative_log_likelihood, with_perplexity
+from ..training.losses import LIKELIHOOD, negative_log_likelihood, with_perplexity
 from ..training.stage import Stage
 from ._rules import without_effect
 
@@ -27,6 +27,7 @@ class PT(Stage):
     """Train on whole texts, split into pieces of at most ``data.cutoff_len`` tokens; no chat
     template."""
 
+    better_if_greater: ClassVar[Mapping[str, bool]] = LIKELIHOOD
     uses_template: ClassVar[bool] = False
     metrics = with_perplexity
 

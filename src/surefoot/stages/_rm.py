@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -40,6 +40,7 @@ class RM(Stage):
     or as in ``model.path`` if that is a reward model. The loss is a sum over pairs.
     """
 
+    better_if_greater: ClassVar[Mapping[str, bool]] = losses.PAIRS
     reads_pictures = True
     encoding: ClassVar[str] = "1"
     heads: ClassVar[Sequence[str]] = ("values",)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -12,8 +12,9 @@ from ..data.section import DataSection
 from ..generate.section import LEAST_TEMPERATURE, GenerateSection, sampling
 from ..generate.servers import SAMPLERS, Engine, Sampler
 from ..parallel.section import ParallelSection
-from ..schema import FREE, Problem, Variants, must
+from ..schema import FROM_HERE, Problem, Variants, must
 from ..schema.locations import ModelPath
+from ..training.conversations import SAMPLED
 from ..training.rewards import (
     LEAST_SECONDS,
     OF_TEXT,
@@ -67,6 +68,8 @@ def check_sampler(sampler: Sampler, sampling_batch_size: int) -> None:
 class OnPolicy(Stage):
     """What stages have in common that train on the policy's own responses and their rewards."""
 
+    metric: ClassVar[str] = "reward"  # the loss is about 0, whatever is learned
+    better_if_greater: ClassVar[Mapping[str, bool]] = SAMPLED
     encoding: ClassVar[str] = "1"
 
     reward: tuple[Annotated[Reward, Variants(REWARDS, OF_TEXT)], ...]
@@ -95,7 +98,7 @@ class OnPolicy(Stage):
     """Temperature of sampling, and of the probabilities that are trained."""
     sampling_batch_size: int = USUAL_BATCH
     """Prompts per batch of one rank when the engine samples responses."""
-    sampler: Annotated[Sampler, Variants(SAMPLERS), FREE] = Engine()
+    sampler: Annotated[Sampler, Variants(SAMPLERS), FROM_HERE] = Engine()
     """Where responses are sampled in training: by Surefoot's own ``engine``, or by a server
     (``vllm``, ``sglang``, ``openai``), which gets the weights after each update.
     """

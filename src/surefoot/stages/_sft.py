@@ -12,7 +12,12 @@ from ..data.section import DataSection
 from ..data.text.ranking import not_to_imitate
 from ..parallel.section import ParallelSection
 from ..schema import Needs, Problem, must
-from ..training.losses import negative_log_likelihood, weighted_likelihood, with_perplexity
+from ..training.losses import (
+    LIKELIHOOD,
+    negative_log_likelihood,
+    weighted_likelihood,
+    with_perplexity,
+)
 from ..training.stage import AuxiliaryModel, Stage
 from ._rules import REFERENCE, must_not_shard
 
@@ -25,6 +30,7 @@ class SFT(Stage):
     """Train on the responses of conversations; prompts are masked (see
     ``data.train_on_prompt``)."""
 
+    better_if_greater: ClassVar[Mapping[str, bool]] = LIKELIHOOD
     encoding: ClassVar[str] = "2"  # drops undesirable rows
     reads_pictures = True
     metrics = with_perplexity

@@ -525,6 +525,14 @@ def size_of(path: Path) -> int | None:
     return None
 
 
+def is_one_place(one: Path, other: Path) -> bool:
+    """Whether two paths lead to one file or folder, or would if it existed."""
+    status = [_status(os.stat, path) for path in (one, other)]
+    if status == [None, None] and one.name == other.name != "":
+        return is_one_place(one.parent, other.parent)
+    return None not in status and os.path.samestat(*status)  # type: ignore[arg-type]
+
+
 def is_folder(path: Path) -> bool:
     """Whether ``path`` is a folder, links followed."""
     status = _status(os.stat, path)

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from signal import Signals
 from typing import Any, Protocol, runtime_checkable
 
+from ..checkpoint.disk.folder import metrics_in
 from ..errors import RecipeError, RunError
 from ..optim.plateau import Reductions
 from ..parallel.progress import CALLBACKS, Progress
@@ -39,6 +40,21 @@ class Kernels:
         saved = kernels if isinstance(kernels, Mapping) else {}
         for choice in fields(self):
             setattr(self, choice.name, saved.get(choice.name))
+
+
+@dataclass
+class Judgement:
+    """By what evaluations were compared: ``best_metric`` and its like are of nothing else."""
+
+    metric: str | None = None  # None: not recorded
+    greater: bool | None = None
+    rows: str | None = None  # hash of the rows, and of what measures them beside the weights
+    since: int = -1  # evaluations up to this step were of other rows
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore ``state``; from older checkpoints, which lack it, nothing."""
+        for attribute in fields(self):
+            setattr(self, attribute.name, state.get(attribute.name, attribute.default))
 
 
 @dataclass
@@ -111,6 +127,9 @@ class TrainerState:
     num_skipped_steps: int = field(default=0, metadata=_OURS)
     kernels: Kernels = field(default_factory=Kernels, metadata=_OURS)
     fitted: FittedSizes = field(default_factory=FittedSizes, metadata=_OURS)
+    # What was read beside recipe, weights and rows: hashes by a name for people.
+    read: dict[str, str] = field(default_factory=dict, metadata=_OURS)
+    judgement: Judgement = field(default_factory=Judgement, metadata=_OURS)
     # What a program or a callback has set as ``args.NAME``.
     added: dict[str, Any] = field(default_factory=dict, metadata=_OURS)
     pending: list[str] = field(default_factory=list, metadata=_OURS)  # flags a stop left raised
@@ -121,6 +140,11 @@ class TrainerState:
     def is_hyper_param_search(self) -> bool:
         """False: each trial of a sweep is a run of its own."""
         return False
+
+    def evaluated(self, metric: str) -> dict[int, float]:
+        """``metric`` of the evaluations on the rows of now, by step."""
+        values = metrics_in(self.log_history, metric)
+        return {step: value for step, value in values.items() if step > self.judgement.since}
 
     @property
     def num_skipped(self) -> int:
@@ -140,7 +164,7 @@ class TrainerState:
         """Restore ``state``, but keep the length of this run and the rank of this process."""
         not_restored = {"max_steps", "num_train_epochs", "train_batch_size"}
         # These objects are others', too.
-        not_restored |= {"kernels", "fitted", "reductions", "added"}
+        not_restored |= {"kernels", "fitted", "reductions", "judgement", "added"}
         # Rank 0 has saved its own.
         not_restored |= {"is_local_process_zero", "is_world_process_zero"}
         for attribute in fields(self):
@@ -148,7 +172,7 @@ class TrainerState:
                 setattr(self, attribute.name, state[attribute.name])
         self.skipped_windows = [(epoch, index) for epoch, index in self.skipped_windows]
         self.kernels.load_state_dict(state)
-        for name in ("fitted", "reductions"):
+        for name in ("fitted", "reductions", "judgement"):
             saved = state.get(name)
             getattr(self, name).load_state_dict(saved if isinstance(saved, Mapping) else {})
         self.added.clear()

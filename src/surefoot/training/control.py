@@ -4,6 +4,7 @@ go into a log, and the callbacks that every run has."""
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -121,12 +122,22 @@ class EarlyStop(TrainerCallback):
 
     patience: int
     threshold: float = 0.0
-    best: float | None = None
-    num_worse: int = 0
+
+    def _judged(self, args: Context, state: TrainerState) -> tuple[float | None, int]:
+        """The best metric, and how many evaluations after it were no better. From the log, so that
+        no other metric's, direction's or rows' best is left of an earlier launch."""
+        best, num_worse = None, 0
+        section = args.section
+        for metric in state.evaluated(section.metric_for_best_model).values():
+            if is_better(metric, best, greater=section.is_greater_better, by=self.threshold):
+                best, num_worse = metric, 0
+            else:
+                num_worse += 1
+        return best, num_worse
 
     def on_train_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
         """A run that had stopped already does not resume."""
-        if self.num_worse >= self.patience:
+        if self._judged(args, state)[1] >= self.patience:
             control.should_training_stop = True
             logger.info(
                 "this run has stopped early, at step %d; to train longer, raise "
@@ -138,29 +149,16 @@ class EarlyStop(TrainerCallback):
         self, args: Context, state: TrainerState, control: TrainerControl, metrics: Metrics
     ) -> None:
         """Count evaluations without a better metric."""
-        section = args.section
-        metric = metrics[section.metric_for_best_model]
-        if is_better(metric, self.best, greater=section.is_greater_better, by=self.threshold):
-            self.best, self.num_worse = metric, 0
-            return
-        self.num_worse += 1
-        if self.num_worse >= self.patience:
+        best, num_worse = self._judged(args, state)
+        if num_worse >= self.patience:
             control.should_training_stop = control.should_save = True
             logger.info(
                 "early stop at step %d: %s was no better than %.4g for %s",
                 state.global_step,
-                section.metric_for_best_model,
-                self.best,
-                counted(self.num_worse, "evaluation"),
+                args.section.metric_for_best_model,
+                math.nan if best is None else best,
+                counted(num_worse, "evaluation"),
             )
-
-    def state_dict(self) -> dict[str, float | None]:
-        """Best metric, and the number of evaluations that were not better."""
-        return {"best": self.best, "num_worse": self.num_worse}
-
-    def load_state_dict(self, state: Mapping[str, float | None]) -> None:
-        """Restore the count."""
-        self.best, self.num_worse = state["best"], int(state["num_worse"] or 0)
 
 
 INSISTENT = (signal.SIGTERM, signal.SIGINT)  # a second one of these exits immediately

@@ -261,6 +261,10 @@ def warn_of(gap: Mismatch, cure: str = "") -> None:
         )
 
 
+# Of the metrics made here, whether greater ones are better.
+SAMPLED = {"reward": True, "rewards/*": True, "kl": False, "completions_clipped": False}
+
+
 def window_figures(
     rewards: Sequence[float], rollouts: Sequence[Rollout], **more: float
 ) -> dict[str, float]:

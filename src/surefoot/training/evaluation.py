@@ -6,6 +6,7 @@ prepared by the stage, then assigned to ranks and micro-batches. Each rank measu
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ from ..errors import RunError
 from ..model.loading import device
 from ..network.network import Network
 from ..parallel.world import World
-from .callback import Callbacks, PolicyVersion
+from .callback import Callbacks, PolicyVersion, TrainerState
 from .context import NetworkContext
 from .kept_rollouts import KeptRollouts
 from .out_of_memory import MemoryGuard
@@ -29,6 +30,7 @@ from .section import TrainSection
 from .stage import POLICY, Stage
 from .windows import Columns, Place, StageState
 
+logger = logging.getLogger(__name__)
 EVALUATION = -1  # in the place of an epoch: seeds of evaluations are their own
 
 
@@ -147,7 +149,10 @@ def record_evaluation(
     ``load_best_model_at_end`` a new best is always saved. Raises ``RunError`` if
     ``metric_for_best_model`` is not among them."""
     state, control = callbacks.state, callbacks.control
-    name = section.metric_for_best_model
+    record = {"step": state.global_step, "epoch": state.epoch, **metrics}
+    state.log_history.append(record)
+    callbacks.emit("on_log", logs=record)
+    name = str(section.metric_for_best_model)
     check_metric(name, metrics)
     best = state.best_metric
     if is_better(metrics[name], state.best_metric, greater=section.is_greater_better):
@@ -174,6 +179,41 @@ def first_window(held_out: EvaluationSet, size: int) -> EvaluationSet:
     """The examples of the first window of ``size``, for a look at what an evaluation gives."""
     items = windows_of(len(held_out.examples), size)[EVALUATION, 0]
     return replace(held_out, examples=[held_out.examples[int(item)] for item in items])
+
+
+def settle_best(
+    section: TrainSection, state: TrainerState, rows: str, is_saved: Callable[[int], bool]
+) -> None:
+    """Find the best evaluation of a resumed run again, by the metric, direction and ``rows`` of
+    now. If the run is to end with it, it is one whose checkpoint ``is_saved``."""
+    judged, metric = state.judgement, str(section.metric_for_best_model)  # a plain one is saved
+    greater, has_other_rows = section.is_greater_better, judged.rows not in (None, rows)
+    is_compared_alike = (judged.metric, judged.greater) in ((None, None), (metric, greater))
+    if has_other_rows:
+        judged.since = state.global_step
+        logger.warning(
+            "what is evaluated, or what measures it, has changed since step %d: the best metric, "
+            "early stopping and the like start again with the next evaluation",
+            state.global_step,
+        )
+    if has_other_rows or not is_compared_alike:
+        state.reductions.best, state.reductions.num_bad = None, 0
+    judged.metric, judged.greater, judged.rows = metric, greater, rows
+    former = state.best_global_step
+    state.best_metric = state.best_global_step = None
+    for step, value in state.evaluated(metric).items():
+        is_there = not section.load_best_model_at_end or is_saved(step)
+        if is_there and is_better(value, state.best_metric, greater=greater):
+            state.best_metric, state.best_global_step = value, step
+    if has_other_rows or former in (None, state.best_global_step):
+        return
+    best = "none of those that are left"
+    if state.best_global_step is not None:
+        best = f"checkpoint-{state.best_global_step}, {metric} {state.best_metric:.4g}"
+    why = f"is not the best by {metric}"
+    if section.load_best_model_at_end and not is_saved(former):
+        why = "is not in the folder of this run"
+    logger.warning("checkpoint-%d, the best so far, %s; the best is now %s", former, why, best)
 
 
 def is_better(new: float, old: float | None, *, greater: bool, by: float = 0.0) -> bool:

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     import torch
 
 
+# Of the metrics made here, whether greater ones are better.
+LIKELIHOOD = {"nll": False, "perplexity": False, "token_accuracy": True, "divergence": False}
+PAIRS = {"rewards/accuracies": True, "rewards/margins": True}
+
+
 def negative_log_likelihood(outputs: Outputs, batch: Batch) -> Loss:
     """Cross entropy of the labels, summed over trained positions, in nats: ``-sum log p(label)``.
     With label smoothing (arXiv:1512.00567) it is that of smoothed labels, and ``nll`` that of the

@@ -10,10 +10,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from ..checkpoint.disk.retention import more_is_better
 from ..errors import RecipeError
 from ..extensions import Extended
-from ..schema import FREE, OF_EVALUATIONS, MayChange, Needs, Unset, Variants, must
+from ..schema import (
+    FREE,
+    FROM_HERE,
+    OF_EVALUATIONS,
+    ROUNDS,
+    MayChange,
+    Needs,
+    Unset,
+    UnsetText,
+    Variants,
+    must,
+)
 from ..storage.remote import Address, default_cache, is_repository_name
 
 _HALF_A_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(/|$)")  # as a path, s3:// has lost a slash
@@ -22,6 +32,7 @@ CALLBACKS: Extended[type[Any]] = Extended("callbacks", {})  # dataclasses, each 
 TrackerName = Literal["tensorboard", "trackio", "wandb", "mlflow", "swanlab"]
 EVALUATES = Needs(("train.eval_steps", "train.eval_minutes", "train.eval_epoch"))
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_LENGTH = MayChange("the learning rates follow the new length", is_schedule=True)
 _COUNTS = ("max_steps", "log_steps", "eval_steps", "early_stopping_patience")
 
 
@@ -43,15 +54,15 @@ class TrainSection:
     """The local folder of runs with a URL; unset, ``surefoot/runs`` in the user's cache folder
     (``XDG_CACHE_HOME``, or ``~/.cache``).
     """
-    num_epochs: Annotated[float, MayChange(is_schedule=True), Needs("max_steps", (None,))] = 3.0
+    num_epochs: Annotated[float, _LENGTH, Needs("max_steps", (None,))] = 3.0
     """Passes over the training examples; ``max_steps`` has precedence."""
-    max_steps: Annotated[int | None, MayChange(is_schedule=True)] = None
+    max_steps: Annotated[int | None, _LENGTH] = None
     """Optimizer steps to train for."""
     global_batch_size: int = Unset(16)
     """Examples per optimizer step, over all ranks and micro-batches; unset, enlarged if it does not
     divide among the ranks.
     """
-    micro_batch_size: Annotated[int | Literal["auto"], FREE] = Unset(4)
+    micro_batch_size: Annotated[int | Literal["auto"], ROUNDS] = Unset(4)
     """Examples per micro-batch of one rank, on average: the examples of a step are assigned by
     length, so that all micro-batches are about equally large. Unset, reduced if the global batch
     does not divide. ``auto``: the most that fit in memory according to ``surefoot plan``, chosen
@@ -63,19 +74,19 @@ class TrainSection:
     """Precision of forward and backward. ``auto``: bf16 on a GPU that supports it, otherwise
     fp32.
     """
-    deterministic: Annotated[bool, FREE] = True
+    deterministic: Annotated[bool, ROUNDS] = True
     """Use only deterministic kernels. With it, a resume on a machine like it is bitwise exact."""
     max_grad_norm: float = 1.0
     """Clip the global gradient norm to this; 0 turns clipping off."""
-    on_nan: Annotated[Literal["stop", "skip", "rollback"], FREE] = "stop"
+    on_nan: Annotated[Literal["stop", "skip", "rollback"], FROM_HERE] = "stop"
     """When a loss or gradient is NaN or infinite: stop, skip the step, or roll back to the
     latest checkpoint and skip the batch. A run that has skipped any ends with exit code 3.
     """
-    on_out_of_memory: Annotated[Literal["split", "stop"], FREE] = "split"
+    on_out_of_memory: Annotated[Literal["split", "stop"], FROM_HERE] = "split"
     """When a step does not fit in memory: split it into smaller micro-batches, repeat it and
     continue with that size (on a mesh, all ranks start again with it), or stop.
     """
-    max_skipped_steps: Annotated[int, FREE, Needs("on_nan", ("skip", "rollback"))] = 10
+    max_skipped_steps: Annotated[int, FROM_HERE, Needs("on_nan", ("skip", "rollback"))] = 10
     """With ``on_nan: skip``, stop the run at more skipped steps than this, counted from its
     start."""
     log_steps: Annotated[int | None, FREE] = 10
@@ -90,22 +101,24 @@ class TrainSection:
     """Evaluate every this many minutes."""
     eval_epoch: Annotated[bool, OF_EVALUATIONS] = False
     """Evaluate at the end of every epoch."""
-    metric_for_best_model: Annotated[str, OF_EVALUATIONS, EVALUATES] = "eval_loss"
-    """Metric by which the best checkpoint is chosen."""
-    greater_is_better: Annotated[bool | None, OF_EVALUATIONS, EVALUATES] = None
-    """Whether greater values of that metric are better; unset, they are unless its name ends in
-    ``loss`` or ``perplexity``.
+    metric_for_best_model: Annotated[str, OF_EVALUATIONS, EVALUATES] = UnsetText("eval_loss")
+    """Metric by which the best checkpoint is chosen. Unset: ``eval_loss``, or what the stage names:
+    ``eval_reward`` of grpo and ppo, whose loss says nothing.
     """
-    load_best_model_at_end: Annotated[bool, FREE] = False
+    greater_is_better: Annotated[bool | None, OF_EVALUATIONS, EVALUATES] = None
+    """Whether greater values of that metric are better. Unset: as the stage says that makes the
+    metric; of one that it does not know, such as your own, it must be set.
+    """
+    load_best_model_at_end: Annotated[bool, FROM_HERE] = False
     """End with the weights of the best checkpoint; evaluated steps are then always saved."""
-    early_stopping_patience: Annotated[int | None, FREE] = None
+    early_stopping_patience: Annotated[int | None, FROM_HERE] = None
     """Stop after this many evaluations without a better metric."""
-    early_stopping_threshold: Annotated[float, FREE, Needs("early_stopping_patience")] = 0.0
+    early_stopping_threshold: Annotated[float, FROM_HERE, Needs("early_stopping_patience")] = 0.0
     """By how much a metric must be better to count for early stopping."""
     callbacks: tuple[Annotated[object, Variants(CALLBACKS)], ...] = ()
     """Callbacks that installed plugins add, called after those of Surefoot; ``surefoot plugins``
     lists them."""
-    extra: Annotated[Mapping[str, Any], FREE] = field(default_factory=dict, hash=False)
+    extra: Annotated[Mapping[str, Any], FROM_HERE] = field(default_factory=dict, hash=False)
     """Values of your own for callbacks, which read them as ``args.NAME``. Training ignores them; a
     resume takes changed ones from then on."""
     report_to: Annotated[tuple[TrackerName, ...], BeforeValidator(_trackers), FREE] = ()
@@ -193,7 +206,5 @@ class TrainSection:
 
     @property
     def is_greater_better(self) -> bool:
-        """Whether greater values of ``metric_for_best_model`` are better."""
-        if self.greater_is_better is not None:
-            return self.greater_is_better
-        return more_is_better(self.metric_for_best_model)
+        """Whether greater values of ``metric_for_best_model`` are better; see ``compared``."""
+        return bool(self.greater_is_better)

@@ -8,8 +8,9 @@ micro-batch and no device.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, TypeAlias
 
 from ..batch import Batch, Features, Loss, Outputs, OutputSpec
@@ -45,6 +46,7 @@ Events: TypeAlias = "Sequence[Event]"
 Replies: TypeAlias = "list[Message | None]"
 OnError = Literal["stop", "skip"]
 ENGINE = Engine()
+LOSSES = {"loss": False, "router_loss": False, "sft_loss": False}
 POLICY = "policy"  # the role of the model that the recipe trains
 
 
@@ -106,6 +108,9 @@ class Stage(ABC):
     encoding: ClassVar[str] = ""  # version of what ``encode`` makes, in the key of cached datasets
     heads: ClassVar[Sequence[str]] = ()  # outputs that need a head of their own, on the policy
     kept_by: ClassVar[Literal["item", "window"]] = "item"  # what ``precompute`` depends on
+    metric: ClassVar[str] = "loss"  # of evaluations, by which checkpoints are compared
+    # of each metric that can be better, as ``rewards/*``, whether it is if it is greater
+    better_if_greater: ClassVar[Mapping[str, bool]] = {}  # beside those of LOSSES
 
     @property
     def min_window(self) -> int:
@@ -193,6 +198,16 @@ class Stage(ABC):
     def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:
         """Settings of other sections that this stage does not support."""
         return iter(())
+
+
+def is_greater_better(stage: type[Stage], metric: str, datasets: Iterable[str]) -> bool | None:
+    """Whether greater values of ``metric``, of an evaluation on one of ``datasets`` or of training,
+    are better; None if ``stage`` does not say so."""
+    name = metric.removeprefix("eval_")
+    own = next((d for d in datasets if name.startswith(f"{d}_")), None)
+    names = [name] if own is None else [name, name.removeprefix(f"{own}_")]
+    rules = {**LOSSES, **stage.better_if_greater}.items()
+    return next((is_so for n in names for rule, is_so in rules if fnmatchcase(n, rule)), None)
 
 
 def auxiliary_models(stage: Stage, when: Literal["ahead", "window"]) -> dict[str, AuxiliaryModel]:

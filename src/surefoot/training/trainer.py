@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from signal import Signals
 from traceback import clear_frames
@@ -14,7 +14,6 @@ from typing import Any
 
 from ..batch import Window
 from ..checkpoint.disk.commit import step_of
-from ..checkpoint.disk.folder import metrics_in
 from ..checkpoint.disk.strict_json import finite
 from ..checkpoint.loading import load
 from ..checkpoint.saving.saver import AsyncSaver
@@ -27,7 +26,14 @@ from ..parallel.world import ALONE, World
 from ..storage.files import exists
 from .callback import Callbacks, TrainerControl, TrainerState
 from .control import LogAccumulator, StopSignal, saying_what_is_lost
-from .evaluation import Evaluation, EvaluationSet, prefixed, record_evaluation, speeds
+from .evaluation import (
+    Evaluation,
+    EvaluationSet,
+    prefixed,
+    record_evaluation,
+    settle_best,
+    speeds,
+)
 from .section import TrainSection
 from .stage import POLICY, Stage
 from .step import (
@@ -92,6 +98,7 @@ class Trainer:
     control: TrainerControl
     interval: LogAccumulator
     world: World = ALONE
+    judged_on: str = ""  # hash of what is evaluated, and of what measures it beside the weights
     save_steps: int | None = None  # of the recipe, for `trainer_state.json`
     feeder: AbstractContextManager[object] = field(default_factory=nullcontext)  # while data comes
     stop: StopSignal = field(default_factory=StopSignal)
@@ -149,6 +156,17 @@ class Trainer:
         self.world.progress.enter(ENDING)
         self.callbacks.emit("on_train_end")
         return self.state
+
+    def settle_best(self) -> None:
+        """Find the best evaluation again, by what the recipe says now, in a state that was
+        restored. A collective call."""
+        state = self.state
+        if self.world.is_main:
+            settle_best(self.section, state, self.judged_on, self.saver.has)
+        best = state.best_metric, state.best_global_step, state.judgement, state.reductions
+        state.best_metric, state.best_global_step, judged, reductions = self.world.from_main(best)
+        state.judgement.load_state_dict(asdict(judged))
+        state.reductions.load_state_dict(reductions.state_dict())
 
     def try_heaviest(self) -> None:
         """Run the window with the largest micro-batch forward and backward, and drop the gradients:
@@ -354,6 +372,7 @@ class Trainer:
         # Kept aside: what is loaded knows only of those that were left out before it was saved.
         skipped = [*state.skipped_windows, taken.place]
         load(newest, self.states)  # which knows only those that were left out before it
+        self.settle_best()
         self.windows.memory.recall(state.global_step)
         state.skipped_windows = skipped
         self._progress.rollbacks += 1
@@ -491,7 +510,7 @@ class Trainer:
         """What decides which checkpoints stay: the metric by step, and the best step."""
         state = self.state
         return {
-            "metrics": metrics_in(state.log_history, self.section.metric_for_best_model),
+            "metrics": state.evaluated(self.section.metric_for_best_model),
             "protected": () if state.best_global_step is None else (state.best_global_step,),
         }
 
@@ -500,7 +519,8 @@ class Trainer:
         step, best = self.state.best_global_step, None
         if step is not None:
             path = self.saver.path_of(step)
-            is_coming = step == self.state.global_step  # not each step is saved
+            # Not each step is saved; a save in flight is there, whenever it has ended.
+            is_coming = step == self.state.global_step or path == self.saver.in_flight
             best = str(path) if is_coming or exists(path) else None
         steps = self.section.log_steps, self.section.eval_steps, self.save_steps
         content = self.state.for_people(steps, best)

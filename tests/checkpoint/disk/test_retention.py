@@ -20,7 +20,6 @@ from surefoot.checkpoint.disk.retention import (
     RetentionPolicy,
     decide,
     drop_all,
-    more_is_better,
     pin,
     pinned,
     ranked,
@@ -29,7 +28,6 @@ from surefoot.checkpoint.disk.retention import (
 from surefoot.checkpoint.section import CheckpointSection
 from surefoot.errors import CheckpointError
 from surefoot.storage import files
-from surefoot.training.section import TrainSection
 
 from ..sample import sample_states
 from .test_commit import names, publish
@@ -211,12 +209,6 @@ def test_metrics_are_read_from_a_log():
         7,
     ]
     assert metrics_in(history, "eval_loss") == {1: 3.0, 2: 1.5}
-
-
-@pytest.mark.parametrize("name", ["loss", "eval_loss", "eval_perplexity", "eval_accuracy", "f1"])
-def test_which_way_is_better_agrees_with_the_recipe(name):
-    section = TrainSection(output_dir=files.Path("x"), metric_for_best_model=name)
-    assert more_is_better(name) == section.is_greater_better
 
 
 def test_times_that_are_none_are_not_known():

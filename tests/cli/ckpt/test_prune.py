@@ -50,7 +50,7 @@ def test_the_runs_own_rule_is_followed(root):
         (["--keep", 1], [2, 5]),
         (["--keep-every", 3], [2, 3, 4, 5]),
         (["--keep", 1, "--keep-best", 2], [2, 4, 5]),
-        (["--keep", 1, "--keep-best", 2, "--metric", "eval_accuracy"], [1, 2, 5]),
+        (["--keep", 1, "--keep-best", 2, "--metric", "eval_accuracy", "--greater"], [1, 2, 5]),
         (["--keep", 1, "--keep-best", 2, "--metric", "eval_accuracy", "--smaller"], [2, 4, 5]),
         (["--keep", 1, "--keep-best", 2, "--greater"], [1, 2, 5]),
         (["--keep-hours", 1], [1, 2, 3, 4, 5]),

@@ -119,11 +119,6 @@ def _is_young(
     return created is None or end - created <= keep_hours * HOUR
 
 
-def more_is_better(metric: str) -> bool:
-    """Whether greater values of ``metric`` are better, by default."""
-    return not metric.endswith(("loss", "perplexity"))
-
-
 def seconds(created: str | None) -> float | None:
     """A manifest's ``created`` in seconds since 1970; None if it is not a time."""
     try:

@@ -23,7 +23,7 @@ from ...storage import files
 from ...storage.folder_lock import FolderIdentity, FolderLock, lock
 from ..disk import retention
 from ..disk.commit import committed, step_of
-from ..disk.manifest import Kind
+from ..disk.manifest import MANIFEST, Kind
 from ..disk.retention import RetentionPolicy, Times, pinned
 from ..state.roles import Stateful
 from ._snapshot_buffer import lacks_room
@@ -150,6 +150,11 @@ class AsyncSaver:
     def path_of(self, step: int) -> Path:
         """The folder of the checkpoint of ``step``."""
         return self._root / f"checkpoint-{step}"
+
+    def has(self, step: int) -> bool:
+        """Whether a checkpoint of ``step`` is committed, here or where a listener keeps it."""
+        is_here = files.exists(self.path_of(step) / MANIFEST)
+        return is_here or any(step in listener.steps for listener in self.listeners)
 
     def __enter__(self) -> AsyncSaver:
         return self

@@ -396,6 +396,14 @@ class Codec:
         vocabulary = self.tokenizer.get_vocab()
         return tuple(dict.fromkeys(vocabulary[name] for name in names if name in vocabulary))
 
+    @property
+    def decoding(self) -> str:
+        """Equal if equal tokens become equal text."""
+        spaces = self.tokenizer.clean_up_tokenization_spaces
+        special = sorted(map(str, self.tokenizer.all_special_tokens))
+        parts = [canonical(self.tokenizer), spaces, special]
+        return xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
+
     @cached_property
     def fingerprint(self) -> str:
         """Equal for equal ids and labels: of tokenizer, template and relevant settings."""

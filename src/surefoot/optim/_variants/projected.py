@@ -13,9 +13,9 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from ...schema import must
+from ...schema import KEPT, must
 from .._rules import modules as rules
 from ..state_tensor import (
     SCALAR,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class LowRank(Adam):
     """Adam with moments of gradients that are projected to a low rank."""
 
-    rank: int = 128
+    rank: Annotated[int, KEPT] = 128
     """Rank of the projection; a quarter of the hidden size in the paper."""
     scale: float = 1.0
     """Factor of the update of matrices."""
@@ -100,7 +100,9 @@ class Apollo(LowRank):
     """One step size for each row or column of a matrix, or one for the matrix."""
     scale: float = 1.0
     """The update is multiplied by its root: 1 with ``channel``, 128 with rank 1 and ``tensor``."""
-    seed: int = 0
+    update_gap: Annotated[int, KEPT] = 200
+    """Steps with one projection."""
+    seed: Annotated[int, KEPT] = 0
     """Of the projections."""
 
     @property

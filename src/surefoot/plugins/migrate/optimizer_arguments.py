@@ -8,7 +8,6 @@ import math
 from dataclasses import fields
 from typing import Any
 
-from ...checkpoint.disk.retention import more_is_better
 from ...optim import OPTIMIZERS
 from ...optim.optimizer import ON_PLATEAU
 from ...optim.plateau import Plateau
@@ -142,7 +141,8 @@ def _mode(arguments: GivenArguments) -> str:
     """Torch's name of the direction in which the metric improves."""
     greater = arguments["greater_is_better"]
     if greater is None:
-        greater = more_is_better(arguments["metric_for_best_model"] or "loss")
+        # As transformers has it, by the name of the metric.
+        greater = not (arguments["metric_for_best_model"] or "loss").endswith("loss")
     return "max" if greater else "min"
 
 

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ...checkpoint.disk.retention import more_is_better
 from ...data.section import DataSection
 from ...errors import RecipeError
-from ...recipe.recipe import Recipe
+from ...recipe.recipe import Recipe, greater_is_better
 from ...schema import setting_at
 
 Direction = Literal["minimize", "maximize"]
@@ -91,7 +90,11 @@ def choose_objective(
         )
     is_recipes = metric == train.metric_for_best_model
     if direction is None:
-        is_greater_better = train.is_greater_better if is_recipes else more_is_better(metric)
+        if (is_greater_better := greater_is_better(recipe, metric)) is None:
+            raise RecipeError(
+                f"--metric {metric}: whether greater values are better is not known; add "
+                "--direction maximize or minimize"
+            )
         direction = "maximize" if is_greater_better else "minimize"
     if not is_evaluation:
         return Objective(metric, direction, "tenth")

@@ -227,20 +227,12 @@ def _scale(saved: object, where: Path) -> dict[str, float] | None:
 
 
 def _take_progress(progress: TrainerProgress, trainer: Trainer) -> None:
-    best, ends_with_best = progress.best_global_step, trainer.section.load_best_model_at_end
-    if best is not None and ends_with_best:
-        logger.info(
-            "the best checkpoint, step %d of the Trainer's run, cannot be loaded at the end; "
-            "the best metric starts again with this run",
-            best,
-        )
-    keeps_best = best is not None and not ends_with_best
     trainer.state.load_state_dict(
         {
             "global_step": progress.global_step,
             "epoch": progress.epoch,
-            "best_metric": progress.best_metric if keeps_best else None,
-            "best_global_step": best if keeps_best else None,
+            "best_metric": progress.best_metric,  # by another metric, perhaps: it is settled after
+            "best_global_step": progress.best_global_step,
             "num_input_tokens_seen": progress.num_input_tokens_seen,
             "total_flos": progress.total_flos,
             "log_history": progress.log_history,

@@ -41,7 +41,7 @@ from ...optim.plateau import Plateau, Reductions
 from ...parallel.sharding import DATA_AXES
 from ...parallel.world import ALONE
 from ...recipe.files import RUN_RECIPE
-from ...recipe.recipe import Recipe
+from ...recipe.recipe import Recipe, greater_is_better
 from ...recipe.recipe import load as load_recipe
 from ...storage import files
 from .pickles import write_pickle
@@ -214,7 +214,7 @@ def _scheduler(
         made, rates = _plateau(run, rule), [group["lr"] for group in settings]
         lowest = made.pop("min_lr")
         reductions = _reductions(progress)
-        worst = -math.inf if run.train.is_greater_better else math.inf
+        worst = -math.inf if greater_is_better(run) else math.inf
         best = reductions.best
         num_evals = sum(run.train.metric_for_best_model in r for r in progress["log_history"])
         return {
@@ -250,7 +250,7 @@ def _reductions(progress: Mapping[str, Any]) -> Reductions:
 def _plateau(run: Recipe, rule: Plateau) -> dict[str, Any]:
     """The keywords of torch's ReduceLROnPlateau."""
     lowest = run.optim.min_lr_ratio * run.optim.learning_rate
-    mode = "max" if run.train.is_greater_better else "min"
+    mode = "max" if greater_is_better(run) else "min"
     return {**asdict(rule), "mode": mode, "min_lr": lowest}
 
 
@@ -359,7 +359,7 @@ def _schedule(run: Recipe, max_steps: int) -> dict[str, object]:
             "lr_scheduler_type": name,
             "lr_scheduler_kwargs": _plateau(run, schedule.plateau),
             "metric_for_best_model": run.train.metric_for_best_model,
-            "greater_is_better": run.train.is_greater_better,
+            "greater_is_better": bool(greater_is_better(run)),
             **({"eval_strategy": "epoch"} if every is None else {}),
             **({} if every is None else {"eval_strategy": "steps", "eval_steps": every}),
         }
