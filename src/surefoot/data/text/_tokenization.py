@@ -111,7 +111,7 @@ class Tokenization:
         self._marks = re.compile(f"{OPEN}({words}){CLOSE}|[{OPEN}{CLOSE}]")
         self._control_ids = frozenset(tokenizer.convert_tokens_to_ids(longest_first))
         self._landmarks = token_aligner(self._rust, control_tokens)
-        self._unnormalized = self._landmarks and _without_nfc(self._rust)
+        self._unnormalized = _without_nfc(self._rust) if self._landmarks else None
         self._short: dict[str, list[int]] = {}
 
     def spells_control(self, value: object) -> bool:
