@@ -1,13 +1,23 @@
 """Text to ids: positions, joints between texts, and words that must stay words."""
 
+import unicodedata
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
+from tokenizers.normalizers import NFC
 
 import tiny_tokenizers
 from each import some
-from surefoot.data.text._tokenization import CLOSE, OPEN, RenderedText, Tokenization, token_aligner
+from surefoot.data.text._tokenization import (
+    _INERT,
+    CLOSE,
+    OPEN,
+    RenderedText,
+    Tokenization,
+    token_aligner,
+)
 from surefoot.errors import TemplateError
 
 KINDS = pytest.mark.parametrize("kind", tiny_tokenizers.KINDS)
@@ -28,6 +38,33 @@ def test_ids_are_the_tokenizer_s_without_what_it_adds(kind):
     texts = ["", "Hello there", "<|im_start|>user\n\n x<|im_end|>", "é🙂"]
     found = [tokens.ids for tokens in tokenization.encode([RenderedText(text) for text in texts])]
     assert found == tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.text("aé1 e\u0301\u212b한\u1112\u1161\u11ab你🙂\n", max_size=9), max_size=5))
+def test_ids_are_the_same_where_nfc_is_left_out(texts):
+    tokenizer, tokenization = made("qwen")
+    assert tokenization._unnormalized is not None
+    found = tokenization.encode([RenderedText(f"<|im_start|>{text}") for text in texts])
+    every = [f"<|im_start|>{text}" for text in texts]
+    assert [t.ids for t in found] == [tokenizer.encode(t, add_special_tokens=False) for t in every]
+
+
+def test_nfc_is_left_out_for_characters_that_it_never_touches():
+    every = [c for c in map(chr, range(0x110000)) if _INERT.fullmatch(c)]
+    decomposed = (unicodedata.decomposition(chr(i)).split() for i in range(0x110000))
+    pairs = [parts for parts in decomposed if len(parts) == 2 and not parts[0].startswith("<")]
+    joined = {chr(int(second, 16)) for _, second in pairs}
+    jamo = set(map(chr, range(0x1161, 0x11C3)))
+    assert not set(every) & (joined | jamo)
+    assert not any(unicodedata.combining(c) for c in every)
+    assert NFC().normalize_str("".join(every)) == "".join(every)
+
+
+def test_nfc_is_not_left_out_where_an_added_token_would_change():
+    tokenizer = tiny_tokenizers.tokenizer("qwen")
+    tokenizer.add_tokens([AddedToken("e\u0301<>", normalized=True)])
+    assert Tokenization(tokenizer, tiny_tokenizers.CONTROL)._unnormalized is None
 
 
 def test_a_position_is_a_number_of_tokens_or_inside_one():

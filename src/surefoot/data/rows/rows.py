@@ -94,18 +94,24 @@ def _read(
     if isinstance(row, BrokenRow):
         return row
     try:
-        example, flags = flagged(parse_row(entry.format, row), entry, row, read)
-        return replace(
-            example,
-            origin=f"{entry.name}:{index}",
-            unread_mark=unread_mark(entry, row),
-            unread=meaningful_columns(row, {*read, *flags}),
-        )
+        unread = meaningful_columns(row, read)
+        origin, mark = f"{entry.name}:{index}", unread_mark(entry, row)
+        example = parse_row(entry.format, row, origin, mark, unread)
+        example, flags = flagged(example, entry, row, read)
+        if not flags:
+            return example
+        return replace(example, unread=tuple(name for name in unread if name not in flags))
     except DataError as error:
         return BrokenRow(index, str(error), isinstance(error, NothingToLearnError))
 
 
-def parse_row(form: Format, row: Row) -> Example:
+def parse_row(
+    form: Format,
+    row: Row,
+    origin: str = "",
+    unread_mark: str | None = None,
+    unread: tuple[str, ...] = (),
+) -> Example:
     """A row as its format reads it, without the nulls of a columnar file, and with what it gives
     the chat template. Raises ``DataError``."""
     # NaN is what pandas writes for a value that is missing.
@@ -113,7 +119,15 @@ def parse_row(form: Format, row: Row) -> Example:
     turns = [getattr(form, name, None) for name in TURNS]
     plain, notes = without_added_nulls(row, form.tools, turns)
     example, arguments = form.read(plain), template_arguments(row)
-    return replace(example, columns=row, notes=tuple(notes), template_arguments=arguments)
+    return replace(  # once: it takes 8 µs
+        example,
+        columns=row,
+        notes=tuple(notes),
+        template_arguments=arguments,
+        origin=origin,
+        unread_mark=unread_mark,
+        unread=unread,
+    )
 
 
 def form_of(row: Row, forms: Sequence[tuple[Format, tuple[str, ...]]]) -> Format | None:

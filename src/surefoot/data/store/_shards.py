@@ -38,7 +38,7 @@ from ..media.stamps import first_changed
 from ..rows._row_sources import first_broken
 from . import cache
 from ._shares import ALONE_SECONDS, Shares, num_shares
-from .cache import Cached, EncodedStore, FlatLists, Writer, flattened, num_tokens
+from .cache import Cached, EncodedStore, FlatLists, Writer, flattened
 
 ROWS, TOKENS = 4096, 1 << 22  # a shard ends with one or the other
 WHOLE = "whole.json"
@@ -265,6 +265,7 @@ class Encoder:
             row_items = items_of(outcome)
             items += row_items
             rows += [index] * len(row_items)
+        features = flattened(items)
         report = DatasetReport(
             name=self.name,
             rows=len(batch),
@@ -276,12 +277,12 @@ class Encoder:
             ),
             cut=sum(isinstance(each, Truncated) for each in outcomes),
             items=len(items),
-            tokens=sum(map(num_tokens, items)),
-            trained_tokens=sum(map(_num_trained, items)),
+            tokens=sum(len(lists.flat) for lists in _named(features, "input_ids")),
+            trained_tokens=sum(map(_num_trained, _named(features, "labels"))),
             unread=unread_in(batch, items),
             notes=Counter(n for row in batch if isinstance(row, Example) for n in row.notes),
         )
-        return EncodedBatch(flattened(items), np.array(rows, np.int64), report)
+        return EncodedBatch(features, np.array(rows, np.int64), report)
 
     def _batches(
         self, rows: _Rows, max_rows: int | None, max_tokens: int | None, shares: Shares | None
@@ -307,11 +308,15 @@ class Encoder:
             logger.info("encoding %s: %d rows, %.0f tokens/s", self.name, self.report.rows, speed)
 
 
-def _num_trained(item: Features) -> int:
-    """Number of trained tokens of an item; nothing predicts the first token of a sequence."""
-    every = [labels for name, labels in item.items() if name.endswith("labels")]
-    firsts = sum(bool(labels) and labels[0] != IGNORE_INDEX for labels in every)
-    return sum(len(labels) - labels.count(IGNORE_INDEX) for labels in every) - firsts
+def _named(features: Mapping[str, FlatLists], ending: str) -> list[FlatLists]:
+    return [lists for name, lists in features.items() if name.endswith(ending)]
+
+
+def _num_trained(labels: FlatLists) -> int:
+    """Number of trained tokens; nothing predicts the first token of a sequence."""
+    is_trained = labels.flat != IGNORE_INDEX
+    firsts = (np.cumsum(labels.lengths) - labels.lengths)[labels.lengths > 0]
+    return int(is_trained.sum() - is_trained[firsts].sum())
 
 
 def _ahead(

@@ -283,6 +283,8 @@ def with_pictures(
     parts without a picture of their own, or, if there are none, before the first question, as TRL
     has it. Raises ``DataError``: there are more or fewer of them."""
     value = row.get(column) if column else None
+    if value is None and not any(message.media for message in messages):
+        return messages
     pictures = value if isinstance(value, list) else [] if value in EMPTY else [value]
     sources = [_source_of(each, f"column {column!r}") for each in pictures]
     if sources or any(message.media for message in messages):

@@ -162,6 +162,8 @@ def without_added_nulls(
     and what to say of it."""
     restored, listed = dict(row), row.get(tools) if tools else None
     columns = {name: row[name] for name in turns if name and isinstance(row.get(name), list | dict)}
+    if not columns and not isinstance(listed, list):
+        return row, []  # as every row of plain texts
     parameters, notes = _parameters(row, tools), list[str]()
     for is_exported in (False, True):
         values = _Values(parameters, is_exported=is_exported)
