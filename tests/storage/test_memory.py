@@ -1,8 +1,12 @@
-"""Free memory is what the tightest cgroup above this process leaves, whatever its version."""
+"""Free memory is what the tightest cgroup above this process leaves, whatever its version; short
+collections leave no garbage behind, and undo nothing that the program has done."""
+
+import gc
+import weakref
 
 import pytest
 
-from surefoot.storage.memory import free_memory
+from surefoot.storage.memory import free_memory, only_new_collected
 
 GIB = 1 << 30
 V2 = ("memory.max", "memory.current", "")
@@ -112,3 +116,34 @@ def test_a_mount_shows_a_part_of_the_tree_only(path, root, machine):
 
 def test_what_it_says_of_this_machine_is_plausible():
     assert free_memory() > 1 << 20
+
+
+class Ring:
+    """Garbage that only a collection finds."""
+
+    def __init__(self):
+        self.ring = self
+
+
+def test_a_collection_inside_walks_only_what_was_made_inside():
+    old = weakref.ref(Ring())
+    with only_new_collected():
+        new = weakref.ref(Ring())
+        with only_new_collected():
+            gc.collect()
+        assert (old() is None, new() is None) == (False, True)
+        gc.collect()
+        assert old() is not None  # what is nested does not end it
+    gc.collect()
+    assert old() is None
+    assert gc.get_freeze_count() == 0
+
+
+def test_objects_that_the_program_has_set_aside_stay_so():
+    gc.freeze()
+    try:
+        with pytest.raises(KeyError), only_new_collected():
+            raise KeyError
+        assert gc.get_freeze_count()
+    finally:
+        gc.unfreeze()

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import CheckpointError, counted
 from ..parallel.sharding import Box
 from ..storage import files
+from ..storage.memory import only_new_collected
 from ..storage.parallel_work import in_parallel
 from .disk._bytes import DTYPES, fill, new_tensor, read_box
 from .disk.folder import CheckpointFolder, open_checkpoint
@@ -52,6 +53,7 @@ class _Job:
         return join(self.skeleton, tensors, where)
 
 
+@only_new_collected()
 def load(
     folder: Path | str,
     states: Mapping[str, Stateful],

@@ -22,6 +22,7 @@ from ..errors import CheckpointError, DamagedFileError
 from ..parallel.progress import wait_for_ranks
 from ..parallel.sharding import Box
 from ..storage import files
+from ..storage.memory import only_new_collected
 from ..storage.parallel_work import MAX_SPACE, ByteStream, ahead
 from .disk._bytes import DTYPES, dtype_name, fill_box, write_tensor
 from .disk.folder import FolderWeights, StoredBox
@@ -338,6 +339,7 @@ DtypeName = Literal["float32", "float16", "bfloat16"]
 CASTS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
+@only_new_collected()
 def copy(
     source: TensorSource,
     target_folder: Path | str,

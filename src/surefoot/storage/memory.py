@@ -1,5 +1,5 @@
-"""Free memory: that of the machine, within the limits of every cgroup this process belongs to; and
-a lock for processes that would take it at the same time.
+"""Free memory: that of the machine, within the limits of every cgroup this process belongs to; a
+lock for processes that would take it at the same time; and short garbage collections.
 
 A limit may be set on any folder between the process's own cgroup and the root, in version 1 or 2,
 and the least counts. The paths are those that the kernel names in ``/proc/self``.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import gc
 import os
 import re
 import resource
@@ -48,6 +49,20 @@ def free_memory(proc: Path = PROC) -> int | None:
     limits = (_of_group(folder, version) for folder, version in _groups(proc))
     all_limits = (_of_machine(proc), _of_process(proc), *limits)
     return min((free for free in all_limits if free is not None), default=None)
+
+
+@contextlib.contextmanager
+def only_new_collected() -> Iterator[None]:
+    """Garbage collections inside walk what is made inside only. torch and transformers make 400,000
+    objects that stay: a walk over them took 0.2 of the 1.2 seconds of a merge of a gigabyte."""
+    if gc.get_freeze_count():  # the program has set them aside for good
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
@@ -14,6 +15,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 _BUFFER = 4 << 20  # bytes handed to the disk at a time
 MAX_SPACE = 1 << 20  # bytes that a buffer has beyond those, so that what ends there fits in
+_SPACE = _BUFFER + MAX_SPACE
 _AHEAD = 2  # results that wait to be taken
 
 
@@ -43,14 +45,24 @@ def ahead(work: Callable[[T], R], items: Iterable[T]) -> Generator[R, None, None
             pool.shutdown(cancel_futures=True)
 
 
+def _two_buffers() -> list[memoryview]:
+    # mmap, not bytearray: O_DIRECT takes memory only from the start of a page.
+    memory = mmap.mmap(-1, 2 * _SPACE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if advice := getattr(mmap, "MADV_HUGEPAGE", None):
+        with contextlib.suppress(OSError):  # a kernel without them
+            # Of huge pages 4 MiB are one request to the disk; of small ones many, each page with an
+            # entry of its own: a GiB took 0.56 s in place of 0.29 (virtio, Linux 6.18).
+            memory.madvise(advice)
+    return [memoryview(memory)[:_SPACE], memoryview(memory)[_SPACE:]]
+
+
 class ByteStream:
     """Fills ``file`` past the page cache; of two page-aligned buffers, one is written while the
     other is filled."""
 
     def __init__(self, file: files.File) -> None:
         self._file = file
-        # mmap, not bytearray: O_DIRECT takes memory only from the start of a page.
-        self._buffers = [memoryview(mmap.mmap(-1, _BUFFER + MAX_SPACE)) for _ in range(2)]
+        self._buffers = _two_buffers()
         self._filled = 0
         self._offset = 0  # in the file, of the buffer being filled
         self._pool = ThreadPoolExecutor(1)

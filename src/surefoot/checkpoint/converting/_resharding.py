@@ -16,6 +16,7 @@ from pathlib import Path
 from ...errors import CheckpointError
 from ...parallel.sharding import Box, Mesh
 from ...storage import files
+from ...storage.memory import only_new_collected
 from ..disk.commit import clean_leftovers, refuse_existing, step_of
 from ..disk.folder import CheckpointFolder, FolderWeights, open_checkpoint, places
 from ..disk.manifest import Kind, Layout, Manifest, is_safetensors
@@ -53,6 +54,7 @@ class Resharding:
         return sum(entry.num_bytes for entry in entries)
 
 
+@only_new_collected()
 def reshard(
     folder: Path | str,
     target: Path | str,

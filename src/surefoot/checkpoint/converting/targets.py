@@ -23,6 +23,7 @@ from ...parallel.sharding import Mesh
 from ...schema.named_values import ByteSize
 from ...storage import files
 from ...storage.files import read_json
+from ...storage.memory import only_new_collected
 from ...storage.weight_files import adapter_names, is_adapted
 from ..disk import strict_json
 from ..disk.commit import named, new_folder, write_small
@@ -392,6 +393,7 @@ def _inside(folder: Path, source: TensorSource) -> tuple[TensorSource, dict[str,
     return Renamed(source, names), adapter_files(place)
 
 
+@only_new_collected()
 def write_dcp(
     source: TensorSource,
     target: Path,

@@ -71,6 +71,7 @@ from ...recipe.files import ADAPTER
 from ...recipe.run_recipe import Damaged
 from ...run.card import write_card
 from ...storage import files
+from ...storage.memory import only_new_collected
 from .._model_location import locate
 from ..model_loading import ModelFolders, find_parts, with_valid
 from ._reward_model import as_sequence_classification, head_of, v_head_file
@@ -178,6 +179,7 @@ def export_as(
     return target, with_valid(find, write)
 
 
+@only_new_collected()
 def convert(
     folder: Path,
     target: Path,
