@@ -61,7 +61,8 @@ file names another method. A mapping changes only the settings it names. Where a
 (a path, a name, a prompt), the value is what the shell passed, ` #`, `: ` and leading zeros too;
 `null` unsets it, and a text that is quoted as a whole is read without its quotes.
 
-`surefoot recipe show recipe.yaml` prints a recipe with every setting spelled out, and
+`surefoot recipe check recipes/*.yaml` says of each recipe whether it is valid, for a check of a
+repository. `surefoot recipe show recipe.yaml` prints a recipe with every setting spelled out, and
 [recipe.schema.json](recipe.schema.json) makes editors complete and check it: write
 `# yaml-language-server: $schema=recipe.schema.json` in its first line.
 """

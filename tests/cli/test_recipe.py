@@ -1,8 +1,10 @@
 import json
+from pathlib import Path
 
 import pytest
 
 import commands
+import surefoot
 from surefoot.recipe.recipe import Recipe, load
 from surefoot.schema import json_schema
 
@@ -44,6 +46,25 @@ def test_show_dims_defaults_on_a_terminal_only(path):
 
 def test_docs_explain_every_setting(path):
     assert "  # Optimizer steps to train for.\n" in run("show", path, "--docs").stdout
+
+
+def test_check_says_of_each_recipe_whether_it_is_valid(path, tmp_path):
+    assert ok("check", path) == f"{path}: valid\n"
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(RECIPE.replace("max_steps", "max_stps"))
+    result = run("check", wrong, path, tmp_path / "missing.yaml")
+    assert result.exit_code == 2
+    assert result.stdout == f"{path}: valid\n"
+    assert f"{wrong}:4:29 train.max_stps: unknown key" in result.stderr
+    assert "missing.yaml: no such file" in result.stderr
+    assert "2 of 3 wrong" in result.stderr
+
+
+def test_no_help_shows_a_mark_of_its_layout():
+    """Click takes ``\\b`` as the mark of a paragraph that keeps its lines; in a raw string it is
+    text."""
+    for path in Path(surefoot.__file__).parent.rglob("*.py"):
+        assert 'r"""' not in (text := path.read_text()) or "\\b\n" not in text, path
 
 
 def test_a_wrong_recipe_says_where(path):

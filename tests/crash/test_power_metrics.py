@@ -15,6 +15,8 @@ from surefoot.checkpoint.saving.preparation import prepare
 from surefoot.checkpoint.verification import find_latest
 from surefoot.storage import files
 from surefoot.training.callback import TrainerControl, TrainerState
+from surefoot.training.callbacks.launches import NAME as LAUNCHES
+from surefoot.training.callbacks.launches import LaunchFiles
 from surefoot.training.callbacks.metric_files import METRICS, Jsonl
 
 from .power import Disk, write_tree
@@ -86,3 +88,24 @@ def test_the_files_of_a_folder_beside_the_checkpoints_are_flushed_too(tmp_path, 
     job, live = prepare(tmp_path, 1, sample_states(1))
     write(replace(job, beside=("tensorboard",)), live)
     assert {("events.1", False), ("events.2", False), ("tensorboard", False)} <= set(flushed)
+
+
+def test_a_launch_that_has_begun_is_known_after_a_power_cut(scratch):
+    """Before its first save, too, with which the log of launches is flushed."""
+    root = Path(tempfile.mkdtemp(dir=scratch))
+    files.os = disk = Disk(root, samples=2)
+    try:
+        launch = LaunchFiles(root)
+        launch.begin("surefoot train x.yaml")
+        num_moments = len(disk.moments)
+        launch.log(step=1)
+        launch.end("complete")
+    finally:
+        files.os = os
+    assert len(disk.moments) > num_moments
+    for moment in disk.moments[num_moments:]:
+        for content in moment:
+            write_tree(scratch / "cut", content)
+            first, *_ = (scratch / "cut" / LAUNCHES).read_bytes().splitlines()
+            assert json.loads(first)["command"] == "surefoot train x.yaml"
+            shutil.rmtree(scratch / "cut")

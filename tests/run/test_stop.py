@@ -15,6 +15,7 @@ import commands
 import small
 import surefoot
 from project import Project, checkpoints, losses, start
+from surefoot.errors import RunError
 from surefoot.recipe.recipe import load
 from surefoot.run._launch import LaunchRecord
 from surefoot.run.training_run import run
@@ -97,12 +98,12 @@ def test_a_file_in_the_folder_of_a_run_stops_it(project, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("interval", "num_looks"), [pytest.param(0.0, 3 + 8, marks=pytest.mark.proof), (1e9, 3)]
+    ("interval", "num_looks"), [pytest.param(0.0, 2 + 8, marks=pytest.mark.proof), (1e9, 2)]
 )
 def test_the_file_is_looked_for_no_more_often_than_a_heartbeat_is_written(
     interval, num_looks, project, tmp_path, monkeypatch
 ):
-    """Always before the launch, before its 8 steps and after them."""
+    """Always before its 8 steps and after them."""
     looks = []
     monkeypatch.setattr(launches, "INTERVAL", interval)
     monkeypatch.setattr(launches, "exists", lambda path: looks.append(path))
@@ -113,6 +114,14 @@ def test_the_file_is_looked_for_no_more_often_than_a_heartbeat_is_written(
 def test_a_stop_that_an_earlier_launch_was_to_make_is_not_made(project, tmp_path, monkeypatch):
     monkeypatch.setattr(launches, "INTERVAL", 0.0)
     request_stop(tmp_path)
+    assert surefoot.train(project.recipe, train={"output_dir": str(tmp_path)}).global_step == 8
+
+
+def test_a_request_that_cannot_be_removed_is_an_error_not_a_stop_of_every_launch(project, tmp_path):
+    (tmp_path / STOP).mkdir()
+    with pytest.raises(RunError, match=r"\.stop: a request to stop that cannot be removed"):
+        surefoot.train(project.recipe, train={"output_dir": str(tmp_path)})
+    (tmp_path / STOP).rmdir()  # the cure
     assert surefoot.train(project.recipe, train={"output_dir": str(tmp_path)}).global_step == 8
 
 

@@ -1,4 +1,5 @@
-"""``surefoot recipe``: show a recipe in full, convert a foreign one, print the JSON schema."""
+"""``surefoot recipe``: show a recipe in full, check it, convert a foreign one, print the JSON
+schema."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from ..terminal_text import visible
 
 @click.group()
 def recipe() -> None:
-    """Show a recipe in full, convert another tool's file, or print the JSON schema."""
+    """Show a recipe in full, check it, convert another tool's file, or print the JSON schema."""
 
 
 @recipe.command()
@@ -29,6 +30,33 @@ def show(path: Path, overrides: tuple[str, ...], docs: bool) -> None:
 
     for line, is_default in lines(load(path, overrides), docs=docs):
         click.secho(line, dim=is_default)
+
+
+@recipe.command()
+@click.argument(
+    "paths", metavar="RECIPE...", nargs=-1, required=True, type=click.Path(path_type=Path)
+)
+def check(paths: tuple[Path, ...]) -> None:
+    """Read each RECIPE as `train` does, and say what is wrong with it. For a check of a repository:
+    it looks at no model and no rows, and the exit code is 2 if a recipe is wrong.
+
+    \b
+    surefoot recipe check recipes/*.yaml
+    """
+    from ..errors import SurefootError
+    from ..recipe.recipe import load
+
+    num_wrong = 0
+    for path in paths:
+        try:
+            load(path)
+            click.echo(visible(f"{path}: valid"))
+        except SurefootError as error:
+            num_wrong += 1
+            click.echo(visible(str(error)), err=True)
+    if num_wrong:
+        click.echo(f"{num_wrong} of {len(paths)} wrong", err=True)
+        raise SystemExit(2)
 
 
 @recipe.command(context_settings={"ignore_unknown_options": True})
@@ -68,7 +96,7 @@ def convert(path: str, overrides: tuple[str, ...], program: str | None) -> None:
 
 @recipe.command()
 def schema() -> None:
-    r"""Print the JSON schema of recipes, for completion and checks in editors.
+    """Print the JSON schema of recipes, for completion and checks in editors.
 
     \b
     Save it, and editors know recipes by a first line such as

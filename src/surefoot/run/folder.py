@@ -48,7 +48,7 @@ from ..storage.files import (
 from ..storage.folder_lock import lock
 from ..storage.remote import Address, is_address
 from ..training.callback import TrainerCallback
-from ..training.callbacks.launches import is_alive, last_heartbeat, take_stop_request
+from ..training.callbacks.launches import forget_stop_request, is_alive, last_heartbeat
 from ..training.section import TrainSection
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ def opened(recipe: Recipe, world: World = ALONE) -> Iterator[RunFolder]:
         _must_be_shared(folder, world)
         run = RunFolder(folder)
         if world.is_main:
-            take_stop_request(folder)  # of an earlier launch, which has ended without it
+            forget_stop_request(folder)
             wait_for_orphans(folder)
             run = RunFolder(folder, _look_away(folder, recipe))
             _refuse_another_run(run, recipe)

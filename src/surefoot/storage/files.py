@@ -395,8 +395,9 @@ def open_log(path: Path) -> IO[bytes]:
     return os.fdopen(os.open(path, _APPEND, 0o666), "ab")
 
 
-def append_line(path: Path, text: str) -> None:
-    """Append one complete line to ``path``; readers see it at once."""
+def append_line(path: Path, text: str, *, is_durable: bool = False) -> None:
+    """Append one complete line to ``path``; readers see it at once. With ``is_durable``, it
+    survives a power cut."""
     line = (text + "\n").encode()
     descriptor = os.open(path, _APPEND, 0o666)
     with _naming(path), File(descriptor, path) as file:
@@ -406,6 +407,8 @@ def append_line(path: Path, text: str) -> None:
             # The half line goes: the next one would be appended to it, and both be lost.
             os.ftruncate(descriptor, before)
             raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes were written")
+        if is_durable:
+            file.sync()
     if not before:  # its name; the bytes are flushed where somebody can wait for it
         sync_folder(path.parent)
 

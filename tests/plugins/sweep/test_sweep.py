@@ -12,6 +12,9 @@ from ruamel.yaml import YAML
 
 from commands import refused
 from project import Project, assert_same, checkpoints, final_weights, losses, start, surefoot
+from surefoot.plugins.sweep.objective import choose_objective
+from surefoot.plugins.sweep.space import open_space
+from surefoot.plugins.sweep.sweep import SearchSettings, Sweep
 from surefoot.recipe.recipe import load
 
 RATES = "optim.adamw.learning_rate=1e-4..1e-2:log"
@@ -148,6 +151,56 @@ def test_a_failed_trial_stops_nobody_and_a_bad_one_ends_early(project, tmp_path)
     assert best["optim"]["adamw"]["learning_rate"] == 3e-3
     rows = [line.split() for line in out.splitlines()]
     assert [row[0] for row in rows if row and row[0].isdigit()] == ["0", "1", "2"]
+
+
+class Killed:
+    """The process of a trial, killed at its first checkpoint or once it is complete."""
+
+    def __init__(self, folder, arguments, when):
+        self.folder, self.when, self.process = folder, when, start(*arguments)
+        self.code = None
+
+    def poll(self):
+        name = {"complete": "all_results.json", "half": "checkpoint-6"}.get(self.when, "never")
+        is_due = (self.folder / name).exists()
+        if self.code is None and (is_due or self.process.poll() is not None):
+            if is_due:
+                self.process.kill()
+            self.process.communicate()
+            self.code = -signal.SIGKILL if is_due else self.process.returncode
+        return self.code
+
+    def send_signal(self, number):
+        self.process.send_signal(number)
+
+
+@pytest.mark.parametrize("kills", [["half"], ["half", "half"], ["complete"]])
+def test_a_trial_that_something_else_kills_is_resumed_once(kills, project, done, tmp_path):
+    """And one that is complete counts, however its process ended."""
+    space, said, kills = open_space(project.recipe, [RATES]), [], list(kills)
+    objective = choose_objective(space.base, [key.key for key in space.keys], None, None)
+    search = SearchSettings(num_trials=1, sampler="random", seed=0, pruner="none", prune_after=1)
+    is_lost, is_half = len(kills) == 2, kills[0] == "half"
+
+    def begin(folder, arguments):
+        return Killed(folder, arguments, kills.pop(0) if kills else None)
+
+    (trial,) = Sweep(tmp_path, space, objective, search, [begin], said.append).run().trials
+    assert not kills
+    assert trial.state == ("failed" if is_lost else "complete")
+    assert is_lost or trial.value == done[0]["trials"][0]["value"]
+    assert any("resumed, once" in line for line in said) == is_half
+
+
+@pytest.mark.parametrize("damage", [b"\xff\x00", b"[" * 100_000, b'{"op_code": 99}\n', b"[1]\n"])
+def test_a_damaged_study_is_named(damage, project, done, tmp_path):
+    folder = shutil.copytree(project.folder / "run-sweep", tmp_path / "sweep")
+    lines = (folder / "study.journal").read_bytes().splitlines(keepends=True)
+    (folder / "study.journal").write_bytes(b"".join([*lines[:2], damage + b"\n", *lines[2:]]))
+    code, _, err = surefoot("sweep", project.recipe, RATES, "--output", folder)
+    assert code == 2, err
+    assert "study.journal: not a study that optuna can read" in err
+    assert "Traceback" not in err
 
 
 def test_a_folder_of_something_else_is_left_alone(project, tmp_path):

@@ -21,6 +21,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from ...errors import RunError, first_line
 from .objective import Direction
 from .space import Space, Values, as_text
 
@@ -48,11 +49,17 @@ def open_study(folder: Path, direction: Direction) -> optuna.Study:
         with path.open("r+b") as file:
             file.truncate(data.rfind(b"\n") + 1)
     backend = JournalFileBackend(str(path), lock_obj=JournalFileOpenLock(str(path)))
-    storage = JournalStorage(backend)
-    try:  # create_study(load_if_exists=True) would write a line in any case
+    try:
+        storage = JournalStorage(backend)
+        names = optuna.get_all_study_names(storage)
+    except Exception as error:  # what a damaged file makes the reader raise may be anything
+        raise RunError(
+            f"{path}: not a study that optuna can read ({type(error).__name__}: "
+            f"{first_line(error)}); restore it, or choose another --output"
+        ) from error
+    if "sweep" in names:  # create_study(load_if_exists=True) would write a line in any case
         return optuna.load_study(study_name="sweep", storage=storage)
-    except KeyError:
-        return optuna.create_study(study_name="sweep", storage=storage, direction=direction)
+    return optuna.create_study(study_name="sweep", storage=storage, direction=direction)
 
 
 def values_of(space: Space, trial: FrozenTrial) -> dict[str, object]:

@@ -27,7 +27,7 @@ from optuna.trial import TrialState
 
 from ...errors import SKIPPED_STEPS, STOP_SIGNALS, RecipeError, RunError
 from ...recipe.recipe import changes, read
-from ...storage.files import make_folder, names_in, open_inside, raising, write_aside
+from ...storage.files import exists, make_folder, names_in, open_inside, raising, write_aside
 from ...storage.folder_lock import NAME as RUN_LOCK
 from ...storage.folder_lock import is_held
 from ...training.callbacks.launches import LOG, Follower, last_heartbeat, record
@@ -52,6 +52,8 @@ _PAUSE = 0.2  # seconds between two looks at the trials
 _SECONDS_TO_SAVE = 120.0  # of a run that has received SIGTERM
 _TAIL = 1 << 14  # bytes of a log in which its last lines are
 _END = object()
+_KILLED = "was_killed"  # the attribute of a trial that was resumed after a kill
+_RUN_RESULTS = "all_results.json"  # in the folder of a run that is complete
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +202,25 @@ class Sweep:
         _write_text(path, text_of(self.space.recipe(values, folder)))
         how = "resumed: " if (folder / METRICS).exists() else ""
         self.tell(f"trial {number}: {how}{_as_typed(values)}")
+        code, records, pruned = yield from self._followed(number, folder, path, start)
+        # A process that something else has killed, as what frees memory does, takes neither the
+        # results of its run along nor its checkpoints.
+        is_killed = code > 128 and code - 128 not in STOP_SIGNALS
+        if is_killed and pruned is None and not self.signals:
+            if exists(folder / _RUN_RESULTS):
+                code = 0
+            elif _KILLED not in self.study.get_trials(deepcopy=False)[number].user_attrs:
+                running(self.study, number).set_user_attr(_KILLED, True)
+                self.tell(f"trial {number}: {_why_failed(folder, code)}; resumed, once")
+                code, records, pruned = yield from self._followed(number, folder, path, start)
+        self._conclude(number, code, records, pruned)
+        self._write()
+
+    def _followed(
+        self, number: int, folder: Path, path: Path, start: StartTrial
+    ) -> Generator[None, None, tuple[int, Sequence[Record], Evaluation | None]]:
+        """Train by the recipe at ``path``; the exit code, what was logged, and the evaluation for
+        which the trial was pruned."""
         process = start(folder, ["train", str(path)])
         self._write()
         metrics, records = Follower(folder / METRICS), list[Record]()
@@ -225,8 +246,7 @@ class Sweep:
                 while process.poll() is None and time.monotonic() < deadline:
                     time.sleep(_PAUSE)
         # A run that a signal has ended has its number, negated; a shell says 128 and the number.
-        self._conclude(number, 128 - code if code < 0 else code, records, pruned)
-        self._write()
+        return 128 - code if code < 0 else code, records, pruned
 
     def _is_bad(self, number: int, folder: Path, step: int, value: float) -> bool:
         """Report an evaluation; whether the trial is to end for it."""

@@ -127,10 +127,9 @@ class LaunchFiles:
                 append_line(self.folder / NAME, json.dumps({"event": "heartbeat", **facts}))
 
     def _append(self, event: str, **facts: object) -> None:
-        with suppress(OSError):
-            append_line(
-                self.folder / NAME, json.dumps({"event": event, "time": time.time(), **facts})
-            )
+        line = json.dumps({"event": event, "time": time.time(), **facts})
+        with suppress(OSError):  # lines of a launch are flushed with each save
+            append_line(self.folder / NAME, line, is_durable=event in ("launch", "end"))
 
 
 def request_stop(folder: Path) -> None:
@@ -138,6 +137,18 @@ def request_stop(folder: Path) -> None:
     ``RunError``."""
     with raising(RunError, "the run is not stopped"):
         write_aside(folder / STOP, b"")
+
+
+def forget_stop_request(folder: Path) -> None:
+    """Remove a request that an earlier launch has not taken. Raises ``RunError`` if it stays: each
+    launch would stop at its first step."""
+    try:
+        (folder / STOP).unlink(missing_ok=True)
+    except OSError as error:
+        raise RunError(
+            f"{folder / STOP}: a request to stop that cannot be removed ({error.strerror}); remove "
+            "it, then run the same command"
+        ) from None
 
 
 def take_stop_request(folder: Path) -> bool:
