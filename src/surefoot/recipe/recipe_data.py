@@ -22,6 +22,7 @@ from ..data.media.files import MediaFiles
 from ..data.media.processor import open_processor
 from ..data.order.micro_batches import fitting_micro_batch
 from ..data.rows.catalog import problems_of
+from ..data.rows.rows import Reading
 from ..data.section import DataSection
 from ..data.store.cache import default_folder
 from ..data.text.codec import Codec
@@ -45,6 +46,7 @@ from ..schema import Unset
 from ..stages import STAGES
 from ..storage.child import Child
 from ..training.section import TrainSection
+from ..training.stage import Stage
 from .recipe import Recipe, dump
 
 # Doge's: beyond it, each query sees only so many keys. If no row is padded, transformers chooses
@@ -223,7 +225,14 @@ def encoding_of(recipe: Recipe, codec: Codec, section: DataSection | None = None
     # A process reads what a recipe says: its datasets, and no stage with members from Python.
     is_said = section.datasets == recipe.data.datasets and type(recipe.stage) in STAGES.values()
     start = partial(start_share, recipe) if is_said else None
-    return Encoding(section, encode, fingerprint, recipe.train.seed, drawn_for, start)
+    reading = reading_of(recipe.stage, codec)
+    return Encoding(section, encode, fingerprint, recipe.train.seed, drawn_for, start, reading)
+
+
+def reading_of(stage: Stage, codec: Codec) -> Reading:
+    """What a stage and its codec read of rows beside their format."""
+    sees = codec.media is not None if stage.uses_template else None
+    return Reading(codec.reads, stage.row_columns, stage.reads_pairs, sees)
 
 
 def start_share(recipe: Recipe, name: str, number: int, count: int) -> Child:

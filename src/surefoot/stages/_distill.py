@@ -37,6 +37,7 @@ class Distill(Stage):
     of a batch never exist at once. The loss is a sum over the tokens of responses.
     """
 
+    reads_pairs = False
     encoding: ClassVar[str] = SFT.encoding
 
     teacher: ModelPath | None = None

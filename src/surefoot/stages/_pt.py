@@ -28,6 +28,7 @@ class PT(Stage):
     template."""
 
     uses_template: ClassVar[bool] = False
+    reads_pairs = False
     metrics = with_perplexity
 
     label_smoothing_factor: float = 0.0

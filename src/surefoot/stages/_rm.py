@@ -41,6 +41,7 @@ class RM(Stage):
     """
 
     reads_pictures = True
+    row_columns = frozenset({"margin"})
     encoding: ClassVar[str] = "1"
     heads: ClassVar[Sequence[str]] = ("values",)
     spec: ClassVar[OutputSpec] = SCORES

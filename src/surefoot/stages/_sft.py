@@ -27,6 +27,7 @@ class SFT(Stage):
 
     encoding: ClassVar[str] = "2"  # drops undesirable rows
     reads_pictures = True
+    reads_pairs = False
     metrics = with_perplexity
 
     loss_type: Literal["cross_entropy", "dft", "eaft", "asft"] = "cross_entropy"

@@ -15,7 +15,7 @@ from itertools import islice
 import xxhash
 
 from ...data.data_order import Index
-from ...data.example import BrokenRow, Encoded, Example, items_of, sources_of, unread_in
+from ...data.example import BrokenRow, Encoded, Example, items_of, sources_of
 from ...data.rows.catalog import Catalog
 from ...data.rows.registry import DatasetEntry
 from ...data.rows.rows import read_examples
@@ -24,6 +24,7 @@ from ...data.text.preview import preview_example
 from ...data.training_data import DrawnRows, draw_rows
 from ...errors import DataError
 from ...recipe.recipe import Recipe
+from ...recipe.recipe_data import reading_of
 from .duplicates import Overlap, ReadDataset, count_equal_rows, count_repeated, overlaps_of
 from .figures import CountedRows, DatasetFigures, num_limited
 from .findings import Finding, findings_of, oddities
@@ -133,7 +134,11 @@ class _Reader:
         dataset.figures.remarks = list(entry.source.remarks)
         max_samples = entry.limit(self._recipe.data.max_samples) if chosen is None else None
         rows = read_examples(
-            entry, max_samples=max_samples, max_broken_rows=UNLIMITED, chosen=chosen
+            entry,
+            max_samples=max_samples,
+            max_broken_rows=UNLIMITED,
+            chosen=chosen,
+            reading=reading_of(self._recipe.stage, self._codec),
         )
         reported = time.monotonic()
         limited_rows = islice(rows, limit)
@@ -161,9 +166,11 @@ class _Reader:
         untruncated = self._recipe.stage.encode(examples, self._unlimited_codec)
         outcomes = self._truncated(examples, untruncated)
         items = [item for encoded in untruncated for item in items_of(encoded)]
-        figures.unread = list(dict.fromkeys((*figures.unread, *unread_in(examples, items))))
+        keeps_rows = any("row" in item for item in items)
         for example, encoded, outcome in zip(examples, untruncated, outcomes, strict=True):
             self._add_example(dataset, example, encoded, outcome)
+            for key in () if keeps_rows else example.unread:
+                figures.unread.setdefault(key, CountedRows()).add(example.origin)
 
     def _truncated(
         self, examples: Sequence[Example], untruncated: Sequence[Encoded]

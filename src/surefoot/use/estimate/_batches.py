@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -23,7 +24,7 @@ from ...data.text.codec import Codec
 from ...data.training_data import find, mixing_of
 from ...errors import DataError, counted
 from ...recipe.recipe import Recipe
-from ...recipe.recipe_data import encoding_of
+from ...recipe.recipe_data import encoding_of, reading_of
 from ...run.parts import collation_of
 
 ROWS = 1000  # of each dataset, spread evenly over it
@@ -69,8 +70,9 @@ class _Sample:
 
 
 def _sample(recipe: Recipe, codec: Codec, entry: DatasetEntry) -> _Sample:
-    rows = sum(1 for _ in read_rows(entry, recipe.data))
-    chosen = list(islice(read_rows(entry, recipe.data), 0, None, -(-rows // ROWS)))
+    read = partial(read_rows, entry, recipe.data, reading=reading_of(recipe.stage, codec))
+    rows = sum(1 for _ in read())
+    chosen = list(islice(read(), 0, None, -(-rows // ROWS)))
     if entry.num_samples is not None and not recipe.data.streaming:
         rows = min(entry.num_samples, recipe.data.max_samples or entry.num_samples)
     items = _encoded(recipe, codec, chosen)

@@ -10,6 +10,7 @@ import base64
 import binascii
 import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from io import BytesIO
 from typing import ClassVar
@@ -17,10 +18,12 @@ from typing import ClassVar
 from ....errors import DataError
 from ...example import JSON, MEDIUM, THOUGHT_KEYS, Example, Message, Role
 from .fields import (
+    EMPTY,
     Row,
     as_text,
     from_json,
     label,
+    mark_unread,
     missing,
     nearest,
     shown,
@@ -37,9 +40,11 @@ MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 PICTURE = "<image>"  # LLaMA-Factory's mark
 PICTURE_PARTS = ("image", "image_url", "input_image")  # types of OpenAI's parts and transformers'
 _SOURCES = ("image_url", "image", "url", "path", "base64")
+_INSIDE = ("bytes", "path", "url", "image", "image_url")  # keys of a picture that is an object
+# Words in the name of a key that says how a picture is to be seen, such as Qwen's ``max_pixels``.
+_SIZES = re.compile(r"pixels|resize|crop|rotat|frames|fps|bbox|region", re.IGNORECASE)
 # Keys of a turn that have a place of their own in a message.
 _READ = ("role", "content", "tool_calls", "function_call", *MEDIA, *THOUGHT_KEYS)
-EMPTY: tuple[object, ...] = (None, "", [], {})
 # Names that speak of what is trained on, as isTrainable does; "constrain", "glossary" and "learner"
 # do not.
 LEARNING = re.compile(
@@ -80,7 +85,7 @@ class Turns:
             raise missing(row, column)
         if not isinstance(value, list) or not value:
             raise DataError(f"column {column!r}: expected a list of turns, got {shown(value)}")
-        return tuple(self.message(turn, f"turn {i}") for i, turn in enumerate(value, 1))
+        return tuple(self.message(turn, f"turn {i}", row) for i, turn in enumerate(value, 1))
 
     def answer(self, row: Row, column: str | None) -> Message:
         """The chosen or rejected response in a column: a turn, a list of one turn, or its text."""
@@ -91,13 +96,13 @@ class Turns:
         where = f"column {column!r}"
         if isinstance(value, str):
             return Message("assistant", as_text(value, where))
-        message = self.message(value, where)
+        message = self.message(value, where, row)
         if message.role != "assistant":
             raise DataError(f"{where}: expected a response, got a turn of the {message.role}")
         return message
 
-    def message(self, turn: object, where: str) -> Message:
-        """One turn; as an object, or as the JSON text of one."""
+    def message(self, turn: object, where: str, row: Row) -> Message:
+        """One turn of ``row``; as an object, or as the JSON text of one."""
         if isinstance(turn, str) and turn.lstrip().startswith("{"):
             turn = from_json(turn, where)
         if not isinstance(turn, Mapping):
@@ -106,14 +111,17 @@ class Turns:
         learn = _learn(turn, where, (self.role, self.content))
         for key in MEDIA:
             if turn.get(key) not in EMPTY:
-                raise DataError(f"{where}: {key!r} is not read; only text is supported")
+                raise DataError(
+                    f"{where}: {key!r} is not read; pictures are parts of the content, or in a "
+                    "column 'images' of the row"
+                )
         if role == self.function:
-            words, calls = _written_calls(as_text(content, where), where)
+            words, calls = _written_calls(as_text(content, where), where, row)
             return Message("assistant", words, calls, learn, fields=self._fields(turn))
         standard_role = self.roles.get(role) if isinstance(role, str) else None
         if standard_role is None:
             raise self._unknown_role(turn, where)
-        calls = _listed_calls(turn.get("tool_calls") or turn.get("function_call"), where)
+        calls = _listed_calls(turn.get("tool_calls") or turn.get("function_call"), where, row)
         thought = _thought(turn, standard_role, where)
         if calls and standard_role != "assistant":
             raise DataError(f"{where}: 'tool_calls' in a turn of the {standard_role}")
@@ -121,7 +129,7 @@ class Turns:
             return Message(standard_role, "", calls, learn, thought, self._fields(turn))
         if self.content not in turn:
             raise DataError(f"{where}: no key {self.content!r} (keys found: {', '.join(turn)})")
-        words, media = _content(content, f"{where}: {self.content!r}")
+        words, media = _content(content, f"{where}: {self.content!r}", row)
         if media and standard_role == "assistant":
             raise DataError(f"{where}: a picture in an answer, which no model writes here")
         return Message(standard_role, words, calls, learn, thought, self._fields(turn), media)
@@ -138,7 +146,8 @@ class Turns:
         role_names = dict.fromkeys([*self.roles, self.function])
         role = turn[self.role]
         hint = nearest(str(role), role_names) or f" (expected one of {', '.join(role_names)})"
-        return DataError(f"{where}: unknown role {role!r}{hint}")
+        cure = f'; if it is one of these, name it in the entry: "tags": {{"user_tag": "{role}"}}'
+        return DataError(f"{where}: unknown role {role!r}{hint}{cure}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +253,7 @@ def _thought(turn: Row, role: Role, where: str) -> str:
     return texts.pop()
 
 
-def _content(value: object, where: str) -> tuple[str, tuple[str | bytes | None, ...]]:
+def _content(value: object, where: str, row: Row) -> tuple[str, tuple[str | bytes | None, ...]]:
     """Text, or a list of parts, concatenated, and the pictures that stand in it."""
     if not isinstance(value, list):
         return as_text(value, where), ()
@@ -258,15 +267,29 @@ def _content(value: object, where: str) -> tuple[str, tuple[str | bytes | None, 
         if _learn(part, where) is not None:
             raise DataError(f"{where}: a turn is trained on as a whole, got {shown(part)}; {_CURE}")
         if kind == "text":
-            texts = [part[key] for key in ("text", "value") if part.get(key) is not None]
-            if not texts:
+            keys = [key for key in ("text", "value") if part.get(key) is not None]
+            if not keys:
                 raise DataError(f"{where}: a text part without 'text', got {shown(part)}")
-            words.append(as_text(texts[0], where))
-            continue
-        sources = [part[key] for key in _SOURCES if part.get(key) is not None]
-        media.append(_source_of(sources[0], where) if sources else None)
-        words.append(MEDIUM)
+            words.append(as_text(part[keys[0]], where))
+        else:
+            keys = [key for key in _SOURCES if part.get(key) is not None]
+            if len(keys) > 1 and part[keys[0]] != part[keys[1]]:
+                raise DataError(f"{where}: {keys[0]!r} and {keys[1]!r} are two pictures in a part")
+            media.append(_source_of(part[keys[0]], where, row) if keys else None)
+            words.append(MEDIUM)
+            _refuse_sizes(part, where)
+        mark_unread(row, part, ("type", *keys), "a part")
     return "".join(words), tuple(media)
+
+
+def _refuse_sizes(picture: JSON, where: str) -> None:
+    """Raise ``DataError`` if an object with a picture says how large, or which part, is seen."""
+    for key, value in picture.items():
+        if _SIZES.search(key) and value not in EMPTY:
+            raise DataError(
+                f"{where}: {key!r} of a picture is not read: each is seen as its file is, within "
+                "data.media.max_pixels; change the files, and remove the key"
+            )
 
 
 def with_pictures(
@@ -276,8 +299,11 @@ def with_pictures(
     parts without a picture of their own, or, if there are none, before the first question, as TRL
     has it. Raises ``DataError``: there are more or fewer of them."""
     value = row.get(column) if column else None
+    if isinstance(value, str) and value.startswith("["):  # of a CSV file
+        with suppress(DataError):  # a path
+            value = from_json(value, f"column {column!r}")
     pictures = value if isinstance(value, list) else [] if value in EMPTY else [value]
-    sources = [_source_of(each, f"column {column!r}") for each in pictures]
+    sources = [_source_of(each, f"column {column!r}", row) for each in pictures]
     if sources or any(message.media for message in messages):
         for message in messages:
             if message.content.count(MEDIUM) != len(message.media):
@@ -305,7 +331,7 @@ def with_pictures(
     return tuple(filled)
 
 
-def _source_of(value: object, where: str) -> str | bytes:
+def _source_of(value: object, where: str, row: Row) -> str | bytes:
     """A picture in a row: a path, a data URL, bytes, ``{"bytes", "path"}`` as ``datasets`` stores
     one, or a picture of Pillow. Raises ``DataError``: it is none of these."""
     if isinstance(value, str) and value.startswith("data:"):
@@ -317,8 +343,11 @@ def _source_of(value: object, where: str) -> str | bytes:
         except (ValueError, binascii.Error) as error:
             raise DataError(f"{where}: a data URL that cannot be decoded ({error})") from None
     if isinstance(value, Mapping):
-        inside = (value.get(key) for key in ("bytes", "path", "url", "image", "image_url"))
-        return _source_of(next((each for each in inside if each is not None), None), where)
+        _refuse_sizes(value, where)
+        keys = [key for key in _INSIDE if value.get(key) is not None][:1]
+        # the name of a file beside its bytes, as ``datasets`` stores both
+        mark_unread(row, value, (*keys, "path") if keys == ["bytes"] else keys, "a picture")
+        return _source_of(value[keys[0]] if keys else None, where, row)
     if isinstance(value, str | bytes) and value:
         return value
     save = getattr(value, "save", None)
@@ -341,7 +370,7 @@ def _marked(message: Message) -> Message:
     return replace(message, content=content, media=tuple(media))
 
 
-def _written_calls(content: str, where: str) -> tuple[str, tuple[JSON, ...]]:
+def _written_calls(content: str, where: str, row: Row) -> tuple[str, tuple[JSON, ...]]:
     """The calls written as JSON in a turn of their own, and the thought before them, if any."""
     thought = THOUGHT.match(content)
     words = thought[0] if thought else ""
@@ -350,31 +379,44 @@ def _written_calls(content: str, where: str) -> tuple[str, tuple[JSON, ...]]:
     calls = [call for text in bodies for call in _as_list(from_json(text, where))]
     if not calls:
         raise DataError(f"{where}: expected a function call, got {shown(content)}")
-    return words, tuple(_call(call, where) for call in calls)
+    return words, tuple(_call(call, where, row) for call in calls)
 
 
-def _listed_calls(value: object, where: str) -> tuple[JSON, ...]:
+def _listed_calls(value: object, where: str, row: Row) -> tuple[JSON, ...]:
     """The calls of an OpenAI message."""
     value = from_json(value, where) if isinstance(value, str) and value else value
-    return tuple(_call(call, where) for call in _as_list(value or []))
+    return tuple(_call(call, where, row) for call in _as_list(value or []))
 
 
 def _as_list(value: object) -> list[object]:
     return value if isinstance(value, list) else [value]
 
 
-def _call(value: object, where: str) -> JSON:
+class WrittenArguments(dict[str, object]):
+    """Arguments of a call that the row has as JSON text, and that text."""
+
+    text: str
+
+
+def _call(value: object, where: str, row: Row) -> JSON:
     """``{"name", "arguments"}`` with the arguments as an object, however they were given."""
     call = value.get("function") or value if isinstance(value, Mapping) else value
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
         raise DataError(f"{where}: expected a call with name and arguments, got {shown(value)}")
-    arguments = call.get("arguments")
+    arguments = written = call.get("arguments")
     if isinstance(arguments, str):
         arguments = from_json(arguments, f"{where}: arguments") if arguments.strip() else {}
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, Mapping):
         raise DataError(f"{where}: expected arguments as an object, got {shown(arguments)}")
+    if isinstance(written, str):
+        arguments = WrittenArguments(arguments)
+        arguments.text = written
+    if _learn(call, where) is not None:
+        raise DataError(f"{where}: a turn is trained on as a whole, got {shown(call)}; {_CURE}")
     more = dict(value) if isinstance(value, Mapping) else {}  # such as the call's id
+    if call is not value:
+        mark_unread(row, call, ("name", "arguments"), "a function")
     if more.get("type") == "function":
         del more["type"]
     extras = {key: extra for key, extra in more.items() if key != "function" and extra is not None}
@@ -397,6 +439,12 @@ class OpenAI(TurnFormat):
 class ShareGPT(TurnFormat):
     """``{"conversations": [{"from": "human", "value": ...}, ...], "system", "tools"}``."""
 
+    more_roles: ClassVar[Mapping[str, Role]] = {
+        "user": "user",
+        "assistant": "assistant",
+        "tool": "tool",
+    }
+
     messages: str | None = "conversations"
     """The turns."""
     role_tag: str = "from"
@@ -408,4 +456,4 @@ class ShareGPT(TurnFormat):
     assistant_tag: str = "gpt"
     """Role of the model."""
     observation_tag: str = "observation"
-    """Role of a function's result."""
+    """Role of a function's result; OpenAI's names of the roles are read too."""
