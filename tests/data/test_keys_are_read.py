@@ -189,7 +189,7 @@ def variants(row):
         if (instead := other(value)) is not None:
             at(changed, path)[key] = instead
             yield f"{path}: {key!r} changed", changed
-        if key != "type" and value is not None:  # "function" where none is said
+        if key != "type" and value not in ("", None):  # "function" where none is said
             removed = copy.deepcopy(row)
             del at(removed, path)[key]
             yield f"{path}: {key!r} removed", removed
@@ -366,7 +366,10 @@ POINTING = {  # row, what is said
     "blank": ({"messages": ASKED, "images": ""}, "<image>"),
     "absent": ({"messages": ASKED}, "<image>"),
     "another column": ({"messages": ASKED, "imgs": ["0.png"]}, "<image>.*imgs"),
-    "a video": ({"messages": [{"role": "user", "content": "<video>What?"}, CHAT[1]]}, "<video>"),
+    "a video": (
+        {"messages": [{"role": "user", "content": "<video>What?"}, CHAT[1]], "my_video": "1.mp4"},
+        "<video>",
+    ),
     "a number": (
         {"messages": [{"role": "user", "content": "<image_1> What?"}, CHAT[1]]},
         "<image_1>",
@@ -404,6 +407,13 @@ def test_a_mark_that_stands_for_nothing_is_an_error_where_pictures_are_read(name
         assert isinstance(items, list) and not any(key.startswith("<") for key in unread)
         ((items, unread),) = outcomes(place, stage, {}, [row], codec=text)  # reads text alone
         assert isinstance(items, list) and f"{said.partition('.')[0]} in a text" in unread
+
+
+@pytest.mark.parametrize("said", ["<bbox>1, 2</bbox>", "<image>a.png</image>", "a <video> tag"])
+def test_a_tag_is_no_mark(said, folder):
+    row = {"messages": [CHAT[0], {"role": "assistant", "content": said}]}
+    ((items, _),) = outcomes(folder[0], "sft", {}, [row], codec=folder[2])
+    assert isinstance(items, list)
 
 
 @pytest.mark.parametrize("objects", [{"ref": ["a"], "bbox": [[1, 2, 3, 4]]}, '{"bbox": [[1, 2]]}'])
@@ -511,6 +521,12 @@ def test_of_pairs_beside_a_conversation_each_stage_reads_its_own(folder):
     ((items, unread),) = outcomes(place, "dpo", {}, [row], codec=text)
     assert "Another one." not in text.tokenizer.decode(items[0]["input_ids"])
     assert unread == ("messages",)
+
+
+def test_a_prompt_that_complete_conversations_do_not_repeat_is_named(folder):
+    row = {"prompt": "A fruit?", "chosen": CHAT, "rejected": [CHAT[0], {**CHAT[1], "content": "b"}]}
+    assert examples(folder[0], row)[0].unread == ()
+    assert examples(folder[0], {**row, "prompt": "A car?"})[0].unread == ("prompt of the row",)
 
 
 CALLING = (

@@ -119,7 +119,8 @@ def unread_in(
 
 def unread_line(unread: Mapping[str, Sequence[int]]) -> str:
     """These keys as a line of a report."""
-    keys = (f"{k} ({counted(n, 'row')}, the first {first:,})" for k, (n, first) in unread.items())
+    by_row = sorted(unread.items(), key=lambda each: each[1][1])
+    keys = (f"{key} ({counted(n, 'row')}, the first {first:,})" for key, (n, first) in by_row)
     return f"keys that nothing reads: {', '.join(keys)}"
 
 

@@ -132,11 +132,13 @@ class MetaModel:
         """The model with ``method`` applied, and the loaders of its values."""
         base_readers: dict[torch.Tensor, Reader] = {}
         embeddings = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
-        matrices = {id(module.weight) for module in embeddings if module is not None}
+        matrices = {id(getattr(module, "weight", None)) for module in embeddings}
         for name, tensor in kept_tensors(self.model):
             # by its name: what has been put in the place of a tensor since, grown or copied
             if file_name := self.stored.get(tensor) or self.names.get(name):
-                rows = new_rows(self.model) if id(tensor) in matrices else range(0)
+                is_resized = tuple(tensor.shape) != self.source.shapes()[file_name]
+                is_grown = id(tensor) in matrices or is_resized
+                rows = new_rows(self.model) if is_grown else range(0)
                 base_readers[tensor] = self._reader(file_name, tensor, rows)
         by_place = {place(tensor): reader for tensor, reader in base_readers.items()}
         # PEFT draws on the CPU, in its order. Drawn from a seed for each name, a mesh would start

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from functools import cache
 from itertools import islice
 
 from ...errors import DataError, counted
@@ -15,7 +16,8 @@ from ..example import BrokenRow, Example, Message
 from ..section import DataSection
 from ._row_sources import first_broken
 from .formats import FORMATS, Format
-from .formats._turns import LEARNING, PICTURE, trains
+from .formats._picture_sources import PICTURE
+from .formats._turns import LEARNING, trains
 from .formats.fields import (
     EMPTY,
     MARKS,
@@ -77,7 +79,8 @@ def read_examples(
     broken: list[BrokenRow] = []
     if entry.alone is not None and not reading.pairs:
         entry = replace(entry, format=entry.alone, columns=columns_of({}, entry.alone))
-    names = _Names(read_columns(entry) | reading.columns)
+    read = read_columns(entry) | reading.columns
+    unread_of = cache(lambda columns: [name for name in columns if name not in read])  # few sets
     rows = iter(entry.source.rows())
     numbered: Iterator[tuple[int, Row | BrokenRow]] = enumerate(rows)
     if chosen is not None:
@@ -86,8 +89,9 @@ def read_examples(
     for index, row in islice(numbered, max_samples):
         if not isinstance(row, BrokenRow):
             first_values |= {n: v for n, v in row.items() if first_values.get(n) is None}
-            check_columns(entry, index, row, names.unread(row))
-        item = _read(entry, index, row, names, reading)
+            names = unread_of(tuple(row))
+            check_columns(entry, index, row, names)
+        item = row if isinstance(row, BrokenRow) else _read(entry, index, row, names, reading)
         if isinstance(item, BrokenRow) and not item.is_dropped:
             broken.append(item)
         if len(broken) > max_broken_rows:
@@ -113,29 +117,11 @@ def read_rows(
     )
 
 
-class _Names:
-    """Which columns of a row are read. Rows of a dataset have few sets of columns."""
-
-    def __init__(self, read: Collection[str]) -> None:
-        self._read = read
-        self._unread: dict[tuple[str, ...], tuple[str, ...]] = {}  # by the columns of a row
-
-    def unread(self, row: Row) -> tuple[str, ...]:
-        """The columns that nothing reads."""
-        columns = tuple(row)
-        if (unread := self._unread.get(columns)) is None:
-            unread = tuple(name for name in columns if name not in self._read)
-            self._unread[columns] = unread
-        return unread
-
-
 def _read(
-    entry: DatasetEntry, index: int, row: Row | BrokenRow, names: _Names, reading: Reading
+    entry: DatasetEntry, index: int, row: Row, names: Sequence[str], reading: Reading
 ) -> Example | BrokenRow:
-    if isinstance(row, BrokenRow):
-        return row
     try:
-        unread = [name for name in names.unread(row) if row[name] not in EMPTY]
+        unread = [name for name in names if row[name] not in EMPTY]
         example, flags = flagged(parse_row(entry.format, row), entry, row, unread)
         columns = [name for name in unread if name not in flags]
         return replace(
@@ -180,9 +166,11 @@ def _inside(
     """What nothing reads inside the columns of a row: keys of objects that its format does not
     read, and its template does not either, and marks in its texts. Raises ``DataError``: such a
     mark stands for a picture of which the model would be trained without it."""
-    marks = _unread_marks(example, form, named, reading)
-    if marks and reading.sees:
-        raise DataError(_no_picture(marks[0], columns))
+    marks = {} if reading.sees is None else _unread_marks(example, form, named)
+    for mark, column in marks.items() if reading.sees else ():
+        # ``<video>`` alone is HTML
+        if column in ("images", OBJECTS) or any(column[:-1] in name.lower() for name in columns):
+            raise DataError(_no_picture(mark, column, columns))
     unread = dict.fromkeys(example.unread)
     for message in (*example.messages, example.chosen, example.rejected):
         if message is None or not (message.fields or message.tool_calls):
@@ -199,31 +187,25 @@ def _inside(
     return (*unread, *(f"{mark} in a text" for mark in marks))
 
 
-def _unread_marks(
-    example: Example, form: Format, named: Collection[str], reading: Reading
-) -> list[str]:
-    """The marks in the texts of a row that stand for nothing, unless its entry says that they are
-    text: by null for the column that they point to."""
-    if reading.sees is None:
-        return []
-    marks = dict[str, None]()
+def _unread_marks(example: Example, form: Format, named: Collection[str]) -> dict[str, str]:
+    """The marks in the texts of a row that stand for nothing, and the column that each points to,
+    unless its entry says by null for the column that they are text."""
+    marks = dict[str, str]()
+    off = {*named} - {"images"} if getattr(form, "images", None) else {*named, "images"}
     for message in (*example.messages, example.chosen, example.rejected):
         if message is None or "<" not in message.content:
             continue
         for match in POINTERS.finditer(message.content):
             column = POINTED.get(match[1], OBJECTS)
-            is_text = (
-                getattr(form, "images", None) is None if column == "images" else column in named
-            )
-            has_pictures = column == "images" and bool(message.media) and match[0] != PICTURE
-            if not is_text and not has_pictures:
-                marks[match[0]] = None
-    return list(marks)
+            is_numbered = column == "images" and bool(message.media) and match[0] != PICTURE
+            is_tag = f"</{match[1]}>" in message.content  # around what it is about
+            if not (column in off or is_numbered or is_tag):
+                marks[match[0]] = column
+    return marks
 
 
-def _no_picture(mark: str, columns: Sequence[str]) -> str:
+def _no_picture(mark: str, name: str, columns: Sequence[str]) -> str:
     """The error for a text that points to a picture, say, which its row does not have."""
-    name = POINTED.get(mark.strip("<>").rstrip("0123456789 _-"), OBJECTS)
     near = f" (other columns: {', '.join(columns)})" if columns else ""
     pictures = '"columns": {"images": "photo"}, if they are in a column photo, or '
     return (

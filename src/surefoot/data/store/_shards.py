@@ -429,5 +429,4 @@ def add(one: DatasetReport, more: DatasetReport) -> DatasetReport:
         sums[name] = dict(counts.most_common())
     unread = dict(more.unread)
     unread |= {key: (n + unread.get(key, (0,))[0], first) for key, (n, first) in one.unread.items()}
-    unread = {key: unread[key] for key in (*one.unread, *unread)}
     return replace(one, **sums, unread=unread, remarks=one.remarks or more.remarks)

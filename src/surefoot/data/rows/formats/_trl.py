@@ -7,8 +7,9 @@ from typing import ClassVar
 
 from ....errors import DataError
 from ...example import JSON, Example, Message
-from ._turns import Turns, with_pictures, with_system
-from .fields import Row, as_text, from_json, label, missing, shown, text, tools
+from ._picture_sources import with_pictures
+from ._turns import Turns, with_system
+from .fields import Row, as_text, from_json, label, mark_unread, missing, shown, text, tools
 
 _TURNS = Turns(
     "role",
@@ -81,8 +82,10 @@ class TRL:
             raise DataError(
                 f"column {column!r}: expected a response, got a turn of the {last.role}"
             )
-        if before and before[0].role != "assistant":
-            return tuple(before), last  # a complete conversation; it repeats the prompt
+        if before and before[0].role != "assistant":  # a complete conversation ...
+            if prompt and prompt[-1] not in before:  # ... which should repeat the prompt
+                mark_unread(row, {str(self.prompt): prompt}, (), "the row")
+            return tuple(before), last
         if not prompt:
             raise DataError(f"column {column!r}: a response without a prompt; {_PROMPT}")
         return (*prompt, *before), last

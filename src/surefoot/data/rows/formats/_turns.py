@@ -6,17 +6,14 @@ Function calls are read in two forms: a turn of its own whose content is the cal
 
 from __future__ import annotations
 
-import base64
-import binascii
 import re
 from collections.abc import Collection, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from io import BytesIO
+from dataclasses import dataclass
 from typing import ClassVar
 
 from ....errors import DataError
 from ...example import JSON, MEDIUM, THOUGHT_KEYS, Example, Message, Role
+from ._picture_sources import refuse_sizes, source_of, with_pictures
 from .fields import (
     EMPTY,
     Row,
@@ -37,12 +34,8 @@ THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 WRAPPED_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _CURE = 'write "weight": 0 to mask a turn, "weight": 1 to train on it'
 MEDIA = ("images", "videos", "audios", "image", "video", "audio")
-PICTURE = "<image>"  # LLaMA-Factory's mark
 PICTURE_PARTS = ("image", "image_url", "input_image")  # types of OpenAI's parts and transformers'
 _SOURCES = ("image_url", "image", "url", "path", "base64")
-_INSIDE = ("bytes", "path", "url", "image", "image_url")  # keys of a picture that is an object
-# Words in the name of a key that says how a picture is to be seen, such as Qwen's ``max_pixels``.
-_SIZES = re.compile(r"pixels|resize|crop|rotat|frames|fps|bbox|region", re.IGNORECASE)
 # Keys of a turn that have a place of their own in a message.
 _READ = ("role", "content", "tool_calls", "function_call", *MEDIA, *THOUGHT_KEYS)
 # Names that speak of what is trained on, as isTrainable does; "constrain", "glossary" and "learner"
@@ -146,7 +139,7 @@ class Turns:
         role_names = dict.fromkeys([*self.roles, self.function])
         role = turn[self.role]
         hint = nearest(str(role), role_names) or f" (expected one of {', '.join(role_names)})"
-        cure = f'; if it is one of these, name it in the entry: "tags": {{"user_tag": "{role}"}}'
+        cure = f'; name one of yours in the entry: "tags": {{"user_tag": "{role}"}}'
         return DataError(f"{where}: unknown role {role!r}{hint}{cure}")
 
 
@@ -191,12 +184,12 @@ class TurnFormat:
     def read(self, row: Row) -> Example:
         """The row's conversation; raises DataError with the reason if it has none."""
         roles: dict[str, Role] = {
-            **self.more_roles,
             self.user_tag: "user",
             self.assistant_tag: "assistant",
             self.observation_tag: "tool",
             self.system_tag: "system",
         }
+        roles |= {name: role for name, role in self.more_roles.items() if name not in roles}
         turns = Turns(self.role_tag, self.content_tag, roles, self.function_tag)
         return Example(
             with_pictures(
@@ -275,99 +268,11 @@ def _content(value: object, where: str, row: Row) -> tuple[str, tuple[str | byte
             keys = [key for key in _SOURCES if part.get(key) is not None]
             if len(keys) > 1 and part[keys[0]] != part[keys[1]]:
                 raise DataError(f"{where}: {keys[0]!r} and {keys[1]!r} are two pictures in a part")
-            media.append(_source_of(part[keys[0]], where, row) if keys else None)
+            media.append(source_of(part[keys[0]], where, row) if keys else None)
             words.append(MEDIUM)
-            _refuse_sizes(part, where)
+            refuse_sizes(part, where)
         mark_unread(row, part, ("type", *keys), "a part")
     return "".join(words), tuple(media)
-
-
-def _refuse_sizes(picture: JSON, where: str) -> None:
-    """Raise ``DataError`` if an object with a picture says how large, or which part, is seen."""
-    for key, value in picture.items():
-        if _SIZES.search(key) and value not in EMPTY:
-            raise DataError(
-                f"{where}: {key!r} of a picture is not read: each is seen as its file is, within "
-                "data.media.max_pixels; change the files, and remove the key"
-            )
-
-
-def with_pictures(
-    messages: tuple[Message, ...], row: Row, column: str | None
-) -> tuple[Message, ...]:
-    """The messages with the pictures of a column where they stand: at the marks ``<image>`` and at
-    parts without a picture of their own, or, if there are none, before the first question, as TRL
-    has it. Raises ``DataError``: there are more or fewer of them."""
-    value = row.get(column) if column else None
-    if isinstance(value, str) and value.startswith("["):  # of a CSV file
-        with suppress(DataError):  # a path
-            value = from_json(value, f"column {column!r}")
-    pictures = value if isinstance(value, list) else [] if value in EMPTY else [value]
-    sources = [_source_of(each, f"column {column!r}", row) for each in pictures]
-    if sources or any(message.media for message in messages):
-        for message in messages:
-            if message.content.count(MEDIUM) != len(message.media):
-                raise DataError("a text has the character U+F0002, which stands for a picture here")
-    if sources or isinstance(value, list):  # without the column, a mark is text
-        messages = tuple(map(_marked, messages))
-    count = sum(message.media.count(None) for message in messages)
-    users = [i for i, message in enumerate(messages) if message.role == "user"]
-    if sources and users and not any(message.media for message in messages):
-        first = messages[users[0]]
-        added = replace(first, content=MEDIUM * len(sources) + first.content, media=tuple(sources))
-        return (*messages[: users[0]], added, *messages[users[0] + 1 :])
-    if count != len(sources):
-        raise DataError(
-            f"column {column!r} has {len(sources)} pictures, and the texts have {count} places for "
-            f"them (marks {PICTURE} or parts without a picture of their own)"
-        )
-    rest = iter(sources)
-    filled = []
-    for message in messages:
-        media = tuple(next(rest) if each is None else each for each in message.media)
-        if media and message.role == "assistant":
-            raise DataError(f"the mark {PICTURE} in an answer; a model writes no pictures")
-        filled.append(replace(message, media=media) if media else message)
-    return tuple(filled)
-
-
-def _source_of(value: object, where: str, row: Row) -> str | bytes:
-    """A picture in a row: a path, a data URL, bytes, ``{"bytes", "path"}`` as ``datasets`` stores
-    one, or a picture of Pillow. Raises ``DataError``: it is none of these."""
-    if isinstance(value, str) and value.startswith("data:"):
-        head, _, body = value.partition(",")
-        try:
-            if not head.endswith(";base64"):
-                raise ValueError("no base64")
-            return base64.b64decode(body, validate=True)
-        except (ValueError, binascii.Error) as error:
-            raise DataError(f"{where}: a data URL that cannot be decoded ({error})") from None
-    if isinstance(value, Mapping):
-        _refuse_sizes(value, where)
-        keys = [key for key in _INSIDE if value.get(key) is not None][:1]
-        # the name of a file beside its bytes, as ``datasets`` stores both
-        mark_unread(row, value, (*keys, "path") if keys == ["bytes"] else keys, "a picture")
-        return _source_of(value[keys[0]] if keys else None, where, row)
-    if isinstance(value, str | bytes) and value:
-        return value
-    save = getattr(value, "save", None)
-    if callable(save):
-        buffer = BytesIO()
-        save(buffer, format="PNG")
-        return buffer.getvalue()
-    expected = "a path, a data URL or the bytes of a picture"
-    raise DataError(f"{where}: expected {expected}, got {type(value).__name__}")
-
-
-def _marked(message: Message) -> Message:
-    """A message with each mark ``<image>`` as a picture that is not known yet."""
-    if PICTURE not in message.content:
-        return message
-    own, media = iter(message.media), list[str | bytes | None]()
-    for each in re.findall(f"{PICTURE}|{MEDIUM}", message.content):
-        media.append(None if each == PICTURE else next(own))
-    content = message.content.replace(PICTURE, MEDIUM)
-    return replace(message, content=content, media=tuple(media))
 
 
 def _written_calls(content: str, where: str, row: Row) -> tuple[str, tuple[JSON, ...]]:

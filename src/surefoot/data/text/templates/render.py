@@ -23,6 +23,7 @@ USUAL: Words = ("<think>\n", "\n</think>\n\n")
 Probe = Mapping[str, list[dict[str, object]]]  # "messages", "tools"
 
 _SHOWN = 20  # characters of a message that are looked for in its text
+_MANY = 40  # messages, of which short ones, that may stand in another one, are not counted
 _WORD = re.compile(r"\w+")
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TOOL: dict[str, object] = {
@@ -117,13 +118,10 @@ class Renderer:
             words = content.partition(MEDIUM)[0][:_SHOWN].rstrip() or content[-_SHOWN:]
             if not words or MEDIUM in words or message.get("tool_calls"):
                 continue
-            # where most are, behind the one before; else anywhere, as a moved one may be
-            start = text.find(words, at)
-            at = at if start < 0 else start
-            is_sure = len(words) == _SHOWN and counts[content] == 1
-            is_there = (
-                (start >= 0 or words in text) if is_sure else _all_are_there(words, contents, text)
-            )
+            start = text.find(words, at)  # behind the one before, where most are
+            at, is_there = (at, words in text) if start < 0 else (start, True)
+            if (len(content) < _SHOWN or counts[content] > 1) and len(messages) < _MANY:
+                is_there = text.count(words) >= sum(each.count(words) for each in contents)
             if not is_there and self._leaves_out(messages, tools, index):
                 raise TemplateError(
                     f"the chat template does not write a message of the {message['role']} behind "
@@ -278,11 +276,6 @@ class Renderer:
             parts += [{"type": "image"}] if number else []
             parts += [{"type": "text", "text": words}] if words else []
         return {**message, "content": parts or [{"type": "text", "text": ""}]}
-
-
-def _all_are_there(words: str, contents: Sequence[str], text: str) -> bool:
-    """Whether a text has ``words`` as often as all contents together."""
-    return text.count(words) >= sum(content.count(words) for content in contents)
 
 
 def _said(error: Exception) -> str:
