@@ -198,6 +198,6 @@ def test_of_a_pair_the_length_is_that_of_the_prompt_with_its_longer_response():
 
 def test_columns_that_nothing_reads_are_named(recipe):
     done = run(recipe, "-n", 0)
-    assert "  columns that nothing reads: 1 (score). Name them in the entry" in done.stdout
+    assert "  keys that nothing reads: 1 (score: 1 row, " in done.stdout
     (stats,) = json.loads(run(recipe, "--json").stdout)["datasets"]
-    assert stats["unread"] == ["score"]
+    assert list(stats["unread"]) == ["score"]

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image, ImageFile, PngImagePlugin
+from PIL import Image, ImageFile, ImageOps, PngImagePlugin
 from transformers import AutoProcessor
+from transformers.image_transforms import convert_to_rgb
 
 import pictures
 import surefoot
@@ -148,6 +149,56 @@ def png(size=(64, 48), mode="RGB", **options):
     buffer = io.BytesIO()
     Image.new(mode, size).save(buffer, format="PNG", **options)
     return buffer.getvalue()
+
+
+def transparent(kind):
+    """A drawing on a transparent ground, under which another colour is stored."""
+    pixels = np.zeros((48, 64, 4), np.uint8)
+    pixels[10:30, 10:40] = (200, 30, 30, 255)
+    pixels[30:40, 10:40] = (10, 200, 30, 128)
+    image = Image.fromarray(pixels, "RGBA")
+    if kind in ("LA", "RGBA"):
+        return image.convert(kind)
+    palette = Image.new("P", (64, 48), 0)
+    palette.putpalette([0, 0, 0, 200, 30, 30] + [255] * 762)
+    palette.paste(1, (10, 10, 40, 30))
+    palette.info["transparency"] = 0
+    return palette
+
+
+@pytest.mark.parametrize("suffix", ["png", "webp", "gif", "tiff"])
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_transparent_pictures_are_those_of_the_processor(mode, suffix, turned, tmp_path):
+    image = transparent(mode)
+    if (suffix, mode) in {("tiff", "P"), ("gif", "LA")}:
+        pytest.skip("Pillow stores no transparency")
+    options = {"lossless": True} if suffix == "webp" else {}
+    if turned and suffix in ("png", "webp"):
+        options["exif"] = Image.Exif()
+        options["exif"][0x0112] = 6
+    image.save(tmp_path / f"a.{suffix}", **options)
+    files = MediaFiles(MediaSection(), tmp_path, None)
+    expected = convert_to_rgb(load_turned(tmp_path / f"a.{suffix}"), return_numpy=True)
+    decoded = np.asarray(files.decode(files.look(f"a.{suffix}")))
+    assert decoded.tolist() == expected.tolist()
+    assert tuple(decoded[0, -1]) == (255, 255, 255)
+
+
+def load_turned(path):
+    with Image.open(path) as image:
+        return ImageOps.exif_transpose(image)
+
+
+@pytest.mark.parametrize("prefix", ["file://", ""])
+def test_the_path_of_a_picture_may_be_an_address_of_a_file(prefix, tmp_path):
+    (tmp_path / "a.png").write_bytes(png())
+    files = MediaFiles(MediaSection(), tmp_path, None)
+    assert files.look(f"{prefix}{tmp_path / 'a.png'}").width == 64
+    with pytest.raises(DataError, match="outside of data"):
+        files.look(f"{prefix}/etc/passwd")
+    with pytest.raises(DataError, match='write "data:image/png;base64," before it'):
+        files.look(base64.b64encode(png() * 9).decode())
 
 
 @pytest.fixture

@@ -96,9 +96,11 @@ def test_the_report_in_words(section, tmp_path):
     ]
 
 
-def test_the_report_names_columns_that_nothing_reads_also_from_the_cache(section, tmp_path):
-    write(tmp_path, one=[*ROWS, {**ROWS[0], "score": 3, "id": 4}, {**ROWS[1], "reward": 5}])
-    line = "one: columns that nothing reads: score, reward"
+def test_the_report_names_keys_that_nothing_reads_also_from_the_cache(section, tmp_path):
+    rows = [*ROWS, {**ROWS[0], "score": 3}, {**ROWS[1], "reward": 5}, {**ROWS[1], "score": 5}]
+    write(tmp_path, one=rows)
+    keys = f"score (2 rows, the first {len(ROWS)}), reward (1 row, the first {len(ROWS) + 1})"
+    line = f"one: keys that nothing reads: {keys}"
     assert [*run(section).report.lines()][-1] == [*run(section).report.lines()][-1] == line
 
 
@@ -107,7 +109,7 @@ def test_a_stage_that_keeps_complete_rows_reads_all_of_their_columns(section, tm
         return [[{"input_ids": [1, 2], "labels": [1, 2], "row": [3]}] for _ in examples]
 
     write(tmp_path, one=[{**ROWS[0], "score": 3}])
-    assert run(section, encode).report.datasets[0].unread == ()
+    assert run(section, encode).report.datasets[0].unread == {}
 
 
 def test_the_first_label_of_an_example_counts_as_little_as_in_training(section, tmp_path):

@@ -146,7 +146,7 @@ def test_an_unknown_dataset_is_guessed_or_the_known_ones_are_named(tmp_path):
         ("[]", "dataset_info.json: expected an object, got list"),
         ('{\n"a": }', "dataset_info.json: not valid JSON: Expecting value: line 2"),
         ("folder", r"cannot read .*dataset_info.json: it is not a file"),
-        ('{"a": {}, "a": {}}', "dataset_info.json: not valid JSON: 'a' occurs twice"),
+        ('{"a": {}, "a": {}}', "dataset_info.json: not valid JSON: the key 'a' occurs twice"),
     ],
 )
 def test_a_registry_that_cannot_be_read(tmp_path, text, reason):

@@ -11,11 +11,13 @@ from surefoot.errors import ModelError
 from surefoot.model.loading import (
     grow_embeddings,
     load_model,
+    new_rows,
     resolve,
     training_dtype,
     upcast_trained,
 )
 from surefoot.model.section import ModelSection
+from surefoot.model.tokenizer import _NEW
 
 
 @pytest.fixture
@@ -143,6 +145,18 @@ def test_new_tokens_start_at_the_mean_and_old_ones_stay(kind):
         assert torch.equal(new[:64], old)
         torch.testing.assert_close(new[64:], old.mean(0).expand(3, -1))
     assert model.config.vocab_size == 67
+
+
+def test_new_tokens_in_the_padding_of_a_vocabulary_start_at_the_mean_of_the_known_ones():
+    model, tokenizer = tiny.model(), Words(60)
+    vars(tokenizer)[_NEW] = [58, 59]
+    before = {n: p.clone() for n, p in model.named_parameters() if "embed" in n or "lm_head" in n}
+    assert grow_embeddings(model, tokenizer)
+    for name, old in before.items():
+        new = dict(model.named_parameters())[name]
+        assert torch.equal(new[:58], old[:58]) and torch.equal(new[60:], old[60:])
+        torch.testing.assert_close(new[58:60], old[:58].mean(0).expand(2, -1))
+    assert new_rows(model) == range(58, 60)
 
 
 def test_embeddings_never_shrink():

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..batch import Features
+from ..errors import counted
 
 Role = Literal["system", "user", "assistant", "tool"]
 JSON = Mapping[str, object]
@@ -58,7 +59,7 @@ class Example:
     rejected: Message | None = None  # ranking: the worse one
     label: bool | None = None  # kto: whether the last answer is desirable
     unread_mark: str | None = None  # a column that seems to say that, but that nothing reads
-    unread: tuple[str, ...] = ()  # columns that nothing reads, by names that mean something
+    unread: tuple[str, ...] = ()  # keys of it, and of objects in it, that nothing reads
     template_arguments: JSON = field(default_factory=dict)  # of this row, beside the recipe's
     notes: tuple[str, ...] = ()  # what the reader of the report should know of the row
     columns: JSON = field(default_factory=dict)  # the row itself, for rewards
@@ -101,11 +102,26 @@ def items_of(outcome: Encoded) -> Sequence[Features]:
     return outcome.features if isinstance(outcome, Truncated) else outcome
 
 
-def unread_in(rows: Iterable[Example | BrokenRow], items: Iterable[Features]) -> tuple[str, ...]:
-    """The columns of ``rows`` that nothing reads; none if their ``items`` keep complete rows."""
+def unread_in(
+    rows: Iterable[Example | BrokenRow], items: Iterable[Features]
+) -> dict[str, tuple[int, int]]:
+    """The keys of ``rows`` that nothing reads: how many rows have each, and the number of the first
+    one. None if their ``items`` keep complete rows."""
+    unread: dict[str, tuple[int, int]] = {}
     if any("row" in item for item in items):
-        return ()
-    return tuple(dict.fromkeys(c for row in rows if isinstance(row, Example) for c in row.unread))
+        return unread
+    for row in (row for row in rows if isinstance(row, Example)):
+        for key in row.unread:
+            count, first = unread.get(key) or (0, int(row.origin.rpartition(":")[2]))
+            unread[key] = count + 1, first
+    return unread
+
+
+def unread_line(unread: Mapping[str, Sequence[int]]) -> str:
+    """These keys as a line of a report."""
+    by_row = sorted(unread.items(), key=lambda each: each[1][1])
+    keys = (f"{key} ({counted(n, 'row')}, the first {first:,})" for key, (n, first) in by_row)
+    return f"keys that nothing reads: {', '.join(keys)}"
 
 
 EMPTY = Dropped('an empty response (only "weight": 1 on its turn trains on that)')

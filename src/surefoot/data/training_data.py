@@ -28,7 +28,7 @@ from .media.files import MediaFiles, seen_in
 from .order.loader import NOTHING, Shuffle
 from .rows.catalog import Catalog, check_rows
 from .rows.registry import DatasetEntry
-from .rows.rows import read_rows, too_many_broken
+from .rows.rows import ANY, Reading, read_rows, too_many_broken
 from .section import DataSection
 from .store._shards import (
     ROWS,
@@ -44,7 +44,7 @@ from .store.dataset import EncodedDataset, ExampleStream, join
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2  # of what this module and the formats make of a row; part of the fingerprint
+VERSION = 3  # of what this module and the formats make of a row; part of the fingerprint
 ENCODING = ("template", "default_system", "cutoff_len", "on_too_long", "train_on_prompt")
 SETTINGS = (*ENCODING, "mask_history", "max_samples")  # what the items of a dataset depend on
 UNLIMITED = 1 << 62
@@ -122,7 +122,8 @@ def _load_all(entries: Sequence[DatasetEntry], encoding: Encoding) -> dict[str, 
         )
     datasets = {entry.name: encoding.complete(entry) for entry in entries}
     cache = {name: dataset.find(0) for name, dataset in datasets.items()}
-    check_rows([entry for entry in entries if cache[entry.name] is None], section)
+    missing = [entry for entry in entries if cache[entry.name] is None]
+    check_rows(missing, section, encoding.reading)
     loaded = {}
     for entry in entries:
         start, how = time.monotonic(), "loaded from the cache"
@@ -299,6 +300,7 @@ class Encoding:
     drawn_for: DataSection | None = None  # if not ``section``, of which the rows are drawn
     start_share: StartShare | None = None  # a process that encodes a share of a dataset
     media: MediaFiles | None = None  # where the pictures of rows are
+    reading: Reading = ANY  # what reads the rows beside ``encode``; a function of ``fingerprint``
 
     def key(self, entry: DatasetEntry, content: str) -> str:
         """The fingerprint of all inputs of an encoded dataset."""
@@ -347,7 +349,7 @@ class Encoding:
         return RowSequence(
             entry.name,
             str(entry.source),
-            read=partial(read_rows, entry, self.section, numbers),
+            read=partial(read_rows, entry, self.section, numbers, self.reading),
             fingerprint=lambda: self.key(entry, content()),
             remarks=entry.source.remarks,
             numbers=numbers,
@@ -362,7 +364,7 @@ class Encoding:
 
         name = " + ".join(each.name for each in rows)
         source = " or ".join(each.source for each in rows)
-        read = partial(mixed_rows, mixing, entries, self.section)
+        read = partial(mixed_rows, mixing, entries, self.section, self.reading)
         return RowSequence(name, source, read, fingerprint)
 
 
@@ -408,10 +410,10 @@ def mixing_of(section: DataSection, seed: int) -> Mixing:
 
 
 def mixed_rows(
-    mixing: Mixing, entries: Sequence[DatasetEntry], section: DataSection
+    mixing: Mixing, entries: Sequence[DatasetEntry], section: DataSection, reading: Reading
 ) -> Iterator[Example | BrokenRow]:
     """The order of ``_epoch`` for datasets of unknown length: their rows, few of them in memory."""
-    sources = [_Repeated(entry, section) for entry in entries]
+    sources = [_Repeated(partial(read_rows, e, section, reading=reading), e) for e in entries]
 
     def is_at_end() -> bool:
         return mixing.is_at_end([source.is_done for source in sources], [1] * len(sources))
@@ -429,17 +431,19 @@ def mixed_rows(
 class _Repeated:
     """The rows of a dataset, again and again. One row is read ahead, so that the end is known."""
 
-    def __init__(self, entry: DatasetEntry, section: DataSection) -> None:
-        self._entry, self._section = entry, section
+    def __init__(
+        self, read: Callable[[], Iterator[Example | BrokenRow]], entry: DatasetEntry
+    ) -> None:
+        self._read, self._entry = read, entry
         self.is_done = False  # whether each row was taken
-        self._rows = read_rows(self._entry, self._section)
+        self._rows = read()
         self._next = next(self._rows)  # a dataset without rows is an error
 
     def take(self) -> Example | BrokenRow:
         """The next row."""
         row, following = self._next, next(self._rows, None)
         if following is None:
-            self.is_done, self._rows = True, read_rows(self._entry, self._section)
+            self.is_done, self._rows = True, self._read()
             following = next(self._rows)
         self._next = following
         if isinstance(row, BrokenRow):

@@ -47,6 +47,7 @@ from .config import (
     read_config,
 )
 from .section import ModelSection
+from .tokenizer import new_token_ids
 from .weights import place
 
 logger = logging.getLogger(__name__)
@@ -242,25 +243,37 @@ def upcast_trained(model: nn.Module, section: ModelSection) -> None:
 
 @torch.no_grad()
 def grow_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Resize the embeddings for new tokens of the tokenizer; new rows are the mean of the old ones.
+    """Give new tokens of the tokenizer rows in the embeddings: those of the padding of a padded
+    vocabulary, then further ones. They begin as the mean of the rows of all tokens before.
 
-    Never shrinks them (vocabularies are often padded). Returns whether anything was resized.
+    Never shrinks them. Returns whether there is a new token.
     """
     before = model.get_input_embeddings().num_embeddings
-    if len(tokenizer) <= before:
+    ids = [*new_token_ids(tokenizer), *range(before, len(tokenizer))]
+    if not ids:
         return False
-    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    rows = vars(model)[_ROWS] = range(min(ids), max(ids) + 1)
+    if len(tokenizer) > before:
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]
     for weight in {id(m.weight): m.weight for m in embeddings if m is not None}.values():
-        weight[before:] = weight[:before].float().mean(0).to(weight.dtype)
+        weight[rows.start : rows.stop] = weight[: rows.start].float().mean(0).to(weight.dtype)
     logger.info(
-        "resized embeddings: %s, initialized to the mean of the %d old ones",
-        counted(len(tokenizer) - before, "new token"),
-        before,
+        "%s embeddings: %s, initialized to the mean of the %d old ones",
+        "resized" if len(tokenizer) > before else "padded",
+        counted(len(rows), "new token"),
+        rows.start,
     )
     return True
 
 
+def new_rows(model: PreTrainedModel) -> range:
+    """The rows of the embeddings that ``grow_embeddings`` has given to new tokens."""
+    rows: range = vars(model).get(_ROWS, range(0))
+    return rows
+
+
+_ROWS = "_surefoot_new_rows"
 Tensors = Mapping[str, torch.Tensor]
 
 

@@ -56,8 +56,8 @@ class ModelSection:
     """How ``max_positions`` rescales rotary embeddings: YaRN (arXiv:2309.00071), all frequencies
     alike (arXiv:2306.15595), or low ones alone as in Llama 3.1."""
     new_special_tokens: tuple[str, ...] = ()
-    """Tokens to add to the vocabulary. The embeddings are resized; new rows are initialized to
-    the mean of the old ones."""
+    """Tokens to add to the vocabulary. They take rows of the embeddings' padding, then new rows,
+    which are all initialized to the mean of the old ones."""
     eos_token: Annotated[str | None, FREE] = None
     """The end-of-sequence token of the tokenizer that is saved with the weights. Unset: the model's
     own. What is trained and where responses end does not depend on it, but programs that ask the

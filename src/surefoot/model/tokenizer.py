@@ -14,6 +14,7 @@ from ..errors import ModelError, first_line
 from ..storage.files import read_json
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
+_NEW = "_surefoot_new_token_ids"
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 # Each family of tokenizers splits one of these in its own way. None begins with a space or special
 # token: behind these, the classes of SentencePiece models put spaces as they choose.
@@ -58,8 +59,16 @@ def load_tokenizer(
     _check_class(tokenizer, path)
     _complete(tokenizer, path)
     new = [t for t in dict.fromkeys(new_special_tokens) if t not in tokenizer.added_tokens_encoder]
+    unknown = [token for token in new if token not in tokenizer.get_vocab()] if new else []
     tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in new], True)
+    vars(tokenizer)[_NEW] = tokenizer.convert_tokens_to_ids(unknown)
     return tokenizer
+
+
+def new_token_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens that ``load_tokenizer`` has added to those of the files. A model may have rows for
+    them, which nothing has trained: many vocabularies are padded."""
+    return list(vars(tokenizer).get(_NEW, ()))
 
 
 def with_eos(tokenizer: PreTrainedTokenizerBase, token: str | None) -> PreTrainedTokenizerBase:

@@ -23,7 +23,7 @@ from ..model.layers import (
     recompute_activations,
     use_float8,
 )
-from ..model.loading import grow_embeddings, upcast_trained
+from ..model.loading import grow_embeddings, new_rows, upcast_trained
 from ..model.lora_layers import adapts_experts, enable_float32_lengths, enable_fused_lora
 from ..model.outputs import logprob_head_of
 from ..model.packed_attention import follow_calls, switch_to_packed
@@ -184,10 +184,9 @@ def resize_embeddings(draft: Draft, _: Tensors) -> None:
     """Add rows for tokens that the tokenizer has and the model has not."""
     if draft.tokenizer is None:
         return
-    before = draft.inner.get_input_embeddings().num_embeddings
     draft.has_grown = grow_embeddings(draft.inner, draft.tokenizer)
     special_ids = draft.tokenizer.convert_tokens_to_ids(list(draft.section.new_special_tokens))
-    note_new_tokens(draft.inner, [*special_ids, *range(before, len(draft.tokenizer))])
+    note_new_tokens(draft.inner, [*special_ids, *new_rows(draft.inner)])
 
 
 def switch_attention(draft: Draft, tensors: Tensors) -> None:

@@ -38,6 +38,7 @@ from ..model.loading import (
     load_model,
     materialize,
     names_stored,
+    new_rows,
     why_not_empty,
 )
 from ..model.lora_layers import has_exact_lengths, lengths
@@ -132,10 +133,15 @@ class MetaModel:
     ) -> tuple[nn.Module, ShardLoader]:
         """The model with ``method`` applied, and the loaders of its values."""
         base_readers: dict[torch.Tensor, Reader] = {}
+        embeddings = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        matrices = {id(getattr(module, "weight", None)) for module in embeddings}
         for name, tensor in kept_tensors(self.model):
             # by its name: what has been put in the place of a tensor since, grown or copied
             if file_name := self.stored.get(tensor) or self.names.get(name):
-                base_readers[tensor] = self._reader(file_name, tensor)
+                is_resized = tuple(tensor.shape) != self.source.shapes()[file_name]
+                is_grown = id(tensor) in matrices or is_resized
+                rows = new_rows(self.model) if is_grown else range(0)
+                base_readers[tensor] = self._reader(file_name, tensor, rows)
         by_place = {place(tensor): reader for tensor, reader in base_readers.items()}
         # PEFT draws on the CPU, in its order. Drawn from a seed for each name, a mesh would start
         # elsewhere than one process (decisions/0026).
@@ -155,11 +161,11 @@ class MetaModel:
                 readers[name] = _derived_reader(name, tensor, policy, readers)
         return policy, ShardLoader(readers, tensors)
 
-    def _reader(self, file_name: str, tensor: torch.Tensor) -> Reader:
+    def _reader(self, file_name: str, tensor: torch.Tensor, rows: range) -> Reader:
         """Read ``file_name`` as transformers would: in the dtype of ``tensor``, with new rows."""
-        if tuple(tensor.shape) == self.source.shapes()[file_name]:
+        if not rows:
             return partial(_read_as, self.source, file_name, tensor.dtype)
-        return _ResizedEmbedding(self.source, file_name, tuple(tensor.shape), tensor.dtype)
+        return _GrownEmbedding(self.source, file_name, tuple(tensor.shape), tensor.dtype, rows)
 
 
 def _restore_constants(policy: nn.Module, captured: CapturedInit) -> None:
@@ -212,30 +218,34 @@ def _read_as(source: TensorSource, name: str, dtype: torch.dtype, box: Box) -> t
 
 
 @dataclass(frozen=True)
-class _ResizedEmbedding:
-    """A matrix with new rows, which are the mean of the old ones (see ``grow_embeddings``)."""
+class _GrownEmbedding:
+    """A matrix with new rows, which are the mean of those before (see ``grow_embeddings``)."""
 
     source: TensorSource
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    rows: range
 
     def __call__(self, box: Box) -> torch.Tensor:
-        num_old_rows = self.source.shapes()[self.name][0]
         values = torch.empty(box.shape, dtype=self.dtype)
-        old_rows = box & Box.whole((num_old_rows, *self.shape[1:]))
-        if old_rows is not None:
-            values[old_rows.slices_in(box)] = self.source.read(self.name, old_rows).to(self.dtype)
-        if box.stop[0] > num_old_rows:
-            first_new = max(0, num_old_rows - box.start[0])
+        stored = box & Box.whole(self.source.shapes()[self.name])
+        if stored is not None:
+            values[stored.slices_in(box)] = self.source.read(self.name, stored).to(self.dtype)
+        first, stop = (
+            min(max(row - box.start[0], 0), box.shape[0])
+            for row in (self.rows.start, self.rows.stop)
+        )
+        if first < stop:
             columns = tuple(slice(*ends) for ends in zip(box.start[1:], box.stop[1:], strict=True))
-            values[first_new:] = self._mean[columns]
+            values[first:stop] = self._mean[columns]
         return values
 
     @cached_property
     def _mean(self) -> torch.Tensor:
         # of the full matrix on every rank, so that its sums have one order and the bits are equal
-        return read_whole(self.source, self.name).to(self.dtype).float().mean(0).to(self.dtype)
+        known = read_whole(self.source, self.name)[: self.rows.start]
+        return known.to(self.dtype).float().mean(0).to(self.dtype)
 
 
 def piece(values: torch.Tensor, box: Box) -> torch.Tensor:

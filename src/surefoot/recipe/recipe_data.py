@@ -23,6 +23,7 @@ from ..data.media.files import MediaFiles
 from ..data.media.processor import open_processor
 from ..data.order.micro_batches import check_divides, fitting_micro_batch
 from ..data.rows.catalog import problems_of
+from ..data.rows.rows import Reading
 from ..data.section import DataSection
 from ..data.store.cache import default_folder
 from ..data.text.codec import Codec
@@ -48,6 +49,7 @@ from ..schema import Unset
 from ..stages import STAGES
 from ..storage.child import Child
 from ..training.section import TrainSection
+from ..training.stage import Stage
 from .recipe import Recipe, dump
 
 logger = logging.getLogger(__name__)
@@ -247,7 +249,16 @@ def encoding_of(recipe: Recipe, codec: Codec, section: DataSection | None = None
     is_said = section.datasets == recipe.data.datasets and type(recipe.stage) in STAGES.values()
     start = partial(start_share, recipe) if is_said else None
     media = None if codec.media is None else codec.media.files
-    return Encoding(section, encode, fingerprint, recipe.train.seed, drawn_for, start, media)
+    reading = reading_of(recipe.stage, codec)
+    return Encoding(
+        section, encode, fingerprint, recipe.train.seed, drawn_for, start, media, reading
+    )
+
+
+def reading_of(stage: Stage, codec: Codec) -> Reading:
+    """What a stage and its codec read of rows beside their format."""
+    sees = codec.media is not None if stage.uses_template else None
+    return Reading(codec.reads, stage.row_columns, stage.reads_pairs, sees)
 
 
 def start_share(recipe: Recipe, name: str, number: int, count: int) -> Child:

@@ -39,6 +39,7 @@ class Distill(Stage):
     """
 
     better_if_greater: ClassVar[Mapping[str, bool]] = LIKELIHOOD
+    reads_pairs = False
     encoding: ClassVar[str] = SFT.encoding
 
     teacher: ModelPath | None = None

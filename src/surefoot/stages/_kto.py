@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ..batch import IGNORE_INDEX, Batch, Features, Loss, Outputs, OutputSpec
 from ..data.example import EMPTY, Dropped, Encoded, Example, Truncated
+from ..data.rows.formats.fields import MARKS
 from ..data.section import DataSection
 from ..data.text.collation import collate, pictures_of, with_columns, with_owners
 from ..data.text.ranking import RANKED, answered, is_ranked, labeled, up_to_last_label
@@ -50,6 +51,7 @@ class KTO(Stage):
 
     better_if_greater: ClassVar[Mapping[str, bool]] = losses.PAIRS
     reads_pictures = True
+    row_columns = frozenset(MARKS)
     kept_by: ClassVar[Literal["item", "window"]] = "window"
     spec: ClassVar[OutputSpec] = LOGPS
 

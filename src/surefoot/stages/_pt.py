@@ -29,6 +29,7 @@ class PT(Stage):
 
     better_if_greater: ClassVar[Mapping[str, bool]] = LIKELIHOOD
     uses_template: ClassVar[bool] = False
+    reads_pairs = False
     metrics = with_perplexity
 
     label_smoothing_factor: float = 0.0

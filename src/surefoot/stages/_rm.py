@@ -42,6 +42,7 @@ class RM(Stage):
 
     better_if_greater: ClassVar[Mapping[str, bool]] = losses.PAIRS
     reads_pictures = True
+    row_columns = frozenset({"margin"})
     encoding: ClassVar[str] = "1"
     heads: ClassVar[Sequence[str]] = ("values",)
     spec: ClassVar[OutputSpec] = SCORES

@@ -33,6 +33,7 @@ class SFT(Stage):
     better_if_greater: ClassVar[Mapping[str, bool]] = LIKELIHOOD
     encoding: ClassVar[str] = "2"  # drops undesirable rows
     reads_pictures = True
+    reads_pairs = False
     metrics = with_perplexity
 
     loss_type: Literal["cross_entropy", "dft", "eaft", "asft"] = "cross_entropy"

@@ -105,6 +105,8 @@ class Stage(ABC):
 
     uses_template: ClassVar[bool] = True  # whether its examples are conversations
     reads_pictures: ClassVar[bool] = False  # or a row with pictures stops the run
+    reads_pairs: ClassVar[bool] = True  # of rows with a response of their own, too, or that one
+    row_columns: ClassVar[frozenset[str]] = frozenset()  # that it reads beside the texts of a row
     encoding: ClassVar[str] = ""  # version of what ``encode`` makes, in the key of cached datasets
     heads: ClassVar[Sequence[str]] = ()  # outputs that need a head of their own, on the policy
     kept_by: ClassVar[Literal["item", "window"]] = "item"  # what ``precompute`` depends on

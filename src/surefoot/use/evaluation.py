@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 import numpy as np
@@ -14,7 +15,7 @@ from ..batch import Features, Probe
 from ..data.example import Dropped, Example, Truncated
 from ..data.media.batch_media import has_pictures
 from ..data.rows.catalog import Catalog
-from ..data.rows.rows import read_rows
+from ..data.rows.rows import Reading, read_rows
 from ..data.section import DataSection
 from ..data.store.dataset import EncodedDataset, in_memory
 from ..data.text.codec import Codec
@@ -182,26 +183,27 @@ def held_out(
     what is held out). The codec of ``parts`` determines which rows are usable, so it is to be that
     of training. Raises ``RecipeError`` if there is nothing, ``DataError`` if a dataset is missing
     or broken."""
-    section = parts.data
+    section, limited = parts.data, partial(_first, limit=limit)
+    read = partial(_examples, section, reading=parts.encoding.reading)
     names = [str(name) for name in section.eval_datasets] if dataset is None else [dataset]
     if dataset and dataset in section.datasets and dataset not in section.eval_datasets:
         if section.val_size:
             rows = {dataset: _split(parts)[dataset]}
-            return [HeldOut(dataset, _examples(section, _first(rows, limit)))]
+            return [HeldOut(dataset, read(limited(rows)))]
         logger.warning(
             "dataset %r is used for training: its evaluation metrics do not measure generalization",
             dataset,
         )
     if names:
         each = ((name, {name: _rows_of(parts, name)}) for name in names)
-        return [HeldOut(name, _examples(section, _first(rows, limit))) for name, rows in each]
+        return [HeldOut(name, read(limited(rows))) for name, rows in each]
     if not section.val_size:
         raise RecipeError(
             "nothing to evaluate on; set data.val_size or data.eval_datasets, or name a dataset "
             "with --dataset"
         )
     rows = _split(parts)
-    return [HeldOut(VAL, _examples(section, _first(rows, limit)))]
+    return [HeldOut(VAL, read(limited(rows)))]
 
 
 def _rows_of(parts: RunParts, name: str) -> list[int]:
@@ -246,11 +248,11 @@ def _first(rows: Rows, limit: int | None) -> dict[str, list[int]]:
     return {name: [row for owner, row in pairs if owner == name] for name in rows}
 
 
-def _examples(section: DataSection, rows: Rows) -> list[Example]:
+def _examples(section: DataSection, rows: Rows, *, reading: Reading) -> list[Example]:
     catalog = Catalog(section)
     examples: list[Example] = []
     for name, numbers in rows.items():
         if numbers:
-            rows_of_it = read_rows(catalog.entry(name), section, np.array(numbers))
+            rows_of_it = read_rows(catalog.entry(name), section, np.array(numbers), reading)
             examples += [row for row in rows_of_it if isinstance(row, Example)]
     return examples

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from ..batch import SCORES, Features
-from ..data.example import BrokenRow, Dropped, Example, Truncated
+from ..data.example import BrokenRow, Dropped, Example, Truncated, unread_in, unread_line
 from ..data.rows.catalog import Catalog
-from ..data.rows.rows import form_of, read_examples
+from ..data.rows.rows import Reading, form_of, read_examples
 from ..data.section import DataSection
 from ..data.text.codec import Codec
 from ..data.text.collation import collate
-from ..data.text.prompts import Prompt
+from ..data.text.prompts import Prompt, unread_line_of
 from ..data.text.ranking import answered, up_to_last_label
 from ..errors import DataError, ModelError, RunError, TemplateError, counted
 from ..generate.generation import Ids, Sample, context_length, room
@@ -101,6 +101,9 @@ def predict(
     Raises ``DataError`` if a prompt leaves no room, or the model supports no conversations.
     """
     refuse_reward_model(opened)
+    codec = opened.codec
+    if line := unread_line_of(prompts, Reading(codec.reads, sees=codec.media is not None)):
+        logger.warning("prompts: %s", line)
     prompt_ids = [_ids(opened, prompt.with_system(system)) for prompt in prompts]
     left = [room(opened.model, ids) for ids in prompt_ids]
     _refuse_full(opened, prompts, prompt_ids, left)
@@ -210,6 +213,8 @@ def score_rows(
                 f"{example.origin}: the key {taken[0]!r} is used for the reward; give it another "
                 "name"
             )
+    if unread := unread_in(examples, ()):
+        logger.warning("rows: %s", unread_line(unread))
     opened = open_model(**prediction.model.arguments, world=world, parallel=prediction.parallel)
     opened = opened.reading_from(media_folder)
     size = load(path, overrides, generate=opened.generate).generate.batch_size

@@ -118,6 +118,15 @@ def test_former_names_of_pictures_mean_what_they_meant(tmp_path):
     )
 
 
+def test_pictures_that_would_be_enlarged_are_refused(tmp_path):
+    entry = {"file_name": "d.json", "columns": {"images": "images"}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"d": entry}))
+    pictured = {"dataset_dir": str(tmp_path), "finetuning_type": "full"}
+    assert recipe(**pictured, image_min_pixels=1024) == recipe(**pictured)
+    said = refusal(**pictured, image_min_pixels=50176)
+    assert "image_min_pixels: the model's own processor alone" in said
+
+
 def test_an_error_of_a_former_name_names_it():
     assert "their.yaml" in (message := refusal(stage="dpo", dpo_loss="nonsense"))
     assert "dpo_loss: expected one of sigmoid, hinge" in message

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ _INLINE = "inline:"  # in place of a path: the file itself, where no cache is
 _MAX_BYTES = 1 << 28
 _MAX_PIXELS = 89_478_485  # where Pillow begins to warn
 _TOO_LARGE = f"it has more than {_MAX_PIXELS:,} pixels"
+_LONGEST = 255  # characters of the name of a file
+_BASE64 = re.compile(r"[A-Za-z0-9+/\s]+=*\s*")
 _SMALL = 160  # pixels of the longer side of a thumbnail
 _ORIENTATION, _QUARTER_TURNED = 0x0112, 5  # of EXIF: from this value on, width is height
 # Pillow has 40 readers, of which one starts another program: a file that says it is EPS goes to
@@ -137,7 +140,7 @@ class MediaFiles:
             if xxhash.xxh3_64_hexdigest(data) != seen.digest:
                 raise DataError("it has changed since its row was encoded")
             with _opened(data) as image:
-                rgb = ImageOps.exif_transpose(image).convert("RGB")
+                rgb = _as_rgb(ImageOps.exif_transpose(image))
         except Exception as error:  # as in ``_damage_said``
             cure = "restore the file, or start again: its row is then encoded again"
             raise DataError(f"picture {seen.name}: {first_line(error)}; {cure}") from None
@@ -171,17 +174,19 @@ class MediaFiles:
             return base64.b64decode(path.removeprefix(_INLINE))
         if self.cache is not None and path.startswith(_KEPT):
             folder, name = self.cache, path.removeprefix(_KEPT)
-        elif "://" in path or path.startswith("data:"):
+        elif path.startswith("data:") or ("://" in path and not path.startswith("file://")):
             raise DataError("it is a URL, and none is fetched; download it first")
         else:
-            folder, name = self.folder, path
-            if Path(path).is_absolute():
+            folder, name = self.folder, path.removeprefix("file://")  # as in Qwen's documents
+            if Path(name).is_absolute():
                 try:
-                    name = str(Path(path).relative_to(folder.absolute()))
+                    name = str(Path(name).relative_to(folder.absolute()))
                 except ValueError:
                     raise DataError(
                         f"it is outside of {self.setting}; name the folder that it is in there"
                     ) from None
+        if len(path) > _LONGEST and _BASE64.fullmatch(path):
+            raise DataError('it is no path, but base64; write "data:image/png;base64," before it')
         try:
             return files.read_inside(folder, name, _MAX_BYTES)
         except FileNotFoundError:
@@ -217,6 +222,18 @@ class MediaFiles:
             return size
         share = (most / pixels) ** 0.5
         return max(1, int(size[0] * share)), max(1, int(size[1] * share))
+
+
+def _as_rgb(image: Image) -> Image:
+    """A picture as the processors of transformers 5 make it (``convert_to_rgb``), and vLLM:
+    transparent parts are white, whatever colour is stored under them."""
+    import PIL.Image
+
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    white = PIL.Image.new("RGBA", image.size, "white")
+    return PIL.Image.alpha_composite(white, image).convert("RGB")
 
 
 def _opened(data: bytes) -> Image:

@@ -10,12 +10,13 @@ import codecs
 import csv
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...errors import DataError, counted
-from .formats.fields import Row, Struct, shown
+from .formats.fields import DECODER, Row, Struct, from_json, shown, unique_keys
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -79,6 +80,7 @@ def read_csv(path: Path) -> Iterator[Line]:
         records = csv.reader(file, strict=True, delimiter=_delimiter(path))
         try:
             names = next(records, [])
+            _refuse_twins(filter(None, names), path)  # some programs write columns without a name
             for record in filter(None, records):
                 if len(record) == len(names):
                     yield dict(zip(names, record, strict=True))
@@ -109,6 +111,7 @@ def read_parquet(path: Path) -> Iterator[Line]:
     check_kind(path)
     try:
         with pq.ParquetFile(path) as file:
+            _refuse_twins(file.schema_arrow.names, path)
             for batch in file.iter_batches(batch_size=ROWS):
                 yield from rows_of(batch)
     except pa.ArrowException as error:
@@ -126,11 +129,19 @@ def read_arrow(path: Path) -> Iterator[Line]:
             file.seek(0)
             reader = pa.ipc.open_file(file) if is_indexed else pa.ipc.open_stream(file)
             count = reader.num_record_batches if is_indexed else 0
+            _refuse_twins(reader.schema.names, path)
             for batch in map(reader.get_batch, range(count)) if is_indexed else reader:
                 for start in range(0, batch.num_rows, ROWS):
                     yield from rows_of(batch.slice(start, ROWS))
     except pa.ArrowException as error:
         raise DataError(f"{path}: not a complete Arrow file ({error})") from error
+
+
+def _refuse_twins(names: Iterable[str], where: Path | str) -> None:
+    """Raise ``DataError`` if a name occurs twice: of the values under it one would be lost."""
+    twins = [name for name, count in Counter(names).items() if count > 1]
+    if twins:
+        raise DataError(f"{where}: the name {twins[0]!r} occurs twice; rename one of the two")
 
 
 def rows_of(batch: pa.RecordBatch) -> Iterator[Row]:
@@ -147,16 +158,19 @@ def _converter(kind: pa.DataType) -> Callable[[Any], object] | None:
 
     if isinstance(kind, pa.BaseExtensionType):
         if kind.extension_name == "arrow.json":  # of ``datasets`` 4.8 and later, among others
-            return lambda value: None if value is None else json.loads(value)
+            return lambda value: None if value is None else from_json(value, "a column of JSON")
         return _converter(kind.storage_type)
     if pa.types.is_struct(kind):
+        _refuse_twins((field.name for field in kind), f"an object of the type {kind}")
         inner = {field.name: _converter(field.type) or _same for field in kind}
         return lambda value: (
             None if value is None else Struct({n: inner[n](each) for n, each in value.items()})
         )
     if pa.types.is_map(kind):
         item = _converter(kind.item_type) or _same
-        return lambda value: None if value is None else {n: item(each) for n, each in value}
+        return lambda value: (
+            None if value is None else unique_keys([(n, item(each)) for n, each in value])
+        )
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         of_item = _converter(kind.value_type)
         if of_item is not None:
@@ -188,7 +202,7 @@ def read_jsonl(path: Path) -> Iterator[Line]:
             hint = "a list of rows belongs into a .json file: rename it"
             raise DataError(f"{path}: expected one object per line, got a list; {hint}")
         try:
-            yield _object(json.loads(line), f"line {number}")
+            yield _object(DECODER.decode(line), f"line {number}")
         except (ValueError, RecursionError) as error:
             is_python = line.lstrip().startswith("{'")
             hint = "; a Python dict? write rows with json.dumps" if is_python else ""
@@ -271,7 +285,7 @@ def _read_list(path: Path) -> Iterator[Line]:
     text, is_whole = _text_of(path, CHUNK), path.stat().st_size <= CHUNK
     if is_whole or not text.strip(" \t\r\n["):  # of which not even a row begins in it
         text, is_whole = _text_of(path), True
-    decode, number = json.JSONDecoder().raw_decode, 0
+    decode, number = DECODER.raw_decode, 0
 
     def behind(at: int, marks: str, complaint: str) -> int:
         """The place behind the next character, which must be one of ``marks``."""

@@ -23,7 +23,7 @@ from ._row_sources import OTHER_FILES, PACKED, refuse_other
 from .formats import Format
 from .formats.fields import Row, nearest
 from .registry import FILE, HUBS, DatasetEntry, read_entry, read_form, read_registry
-from .rows import read_examples
+from .rows import ANY, Reading, read_examples
 
 logger = logging.getLogger(__name__)
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
@@ -50,15 +50,14 @@ class Catalog:
     def forms(self) -> list[tuple[Format, tuple[str, ...]]]:
         """The formats of rows that the entries of the section describe, each with the columns that
         its rows must have. The files need not be there."""
-        formats = [self._form(reference) for reference in self._references]
-        return [each for each in formats if each is not None]
+        return [form for reference in self._references for form in self._forms(reference)]
 
     @property
     def _references(self) -> list[DatasetReference]:
         names = (*self._section.datasets, *self._section.eval_datasets)
         return list(dict.fromkeys(map(DatasetReference.of, names)))
 
-    def _form(self, reference: DatasetReference) -> tuple[Format, tuple[str, ...]] | None:
+    def _forms(self, reference: DatasetReference) -> list[tuple[Format, tuple[str, ...]]]:
         if (written := self._written(reference)) is not None:
             return read_form(*written)
         source = str(reference.source)
@@ -70,7 +69,7 @@ class Catalog:
                 source,
                 self._path,
             )
-        return None
+        return []
 
     def _open(self, reference: DatasetReference) -> DatasetEntry:
         section, written = self._section, self._written(reference)
@@ -158,12 +157,16 @@ def training_examples(section: DataSection) -> Iterator[Example]:
         yield from (example for example in every if not isinstance(example, BrokenRow))
 
 
-def check_rows(entries: Sequence[DatasetEntry], section: DataSection) -> None:
+def check_rows(
+    entries: Sequence[DatasetEntry], section: DataSection, reading: Reading = ANY
+) -> None:
     """Read the first rows of each dataset. Raises ``DataError`` with all that cannot be used."""
 
     def first_rows(entry: DatasetEntry) -> None:
         limits = min(LOOK, section.max_samples or LOOK), section.max_broken_rows
-        for _ in read_examples(entry, max_samples=limits[0], max_broken_rows=limits[1]):
+        for _ in read_examples(
+            entry, max_samples=limits[0], max_broken_rows=limits[1], reading=reading
+        ):
             pass
 
     all_of([partial(first_rows, entry) for entry in entries])

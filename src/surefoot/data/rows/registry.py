@@ -23,7 +23,7 @@ from .formats._alpaca import Alpaca
 from .formats._token_ids import TokenIds
 from .formats._trl import TRL
 from .formats._turns import OpenAI, ShareGPT
-from .formats.fields import Row, nearest, shown, structure
+from .formats.fields import Row, nearest, shown, structure, unique_keys
 
 FILE = "dataset_info.json"
 DEFAULT = "alpaca"  # formatting of an entry that has columns
@@ -46,6 +46,11 @@ REFUSED = {
 }
 WORDS = {str: "text", bool: "true or false", int: "a whole number", dict: "an object"}
 MEDIA = ("videos", "audios", "image", "video", "audio")
+OBJECTS = "objects"  # ms-swift's column of boxes and names, which marks in the texts stand for
+OFF = (*MEDIA, OBJECTS)  # columns that an entry may only switch off
+# Columns that no form of rows is recognized by: an entry that names these alone leaves the rest to
+# the rows.
+SHARED = {*OFF, "images", "system", "tools", "kto_tag"}
 LOOK, MOST = 20, 1000  # rows; the larger number if a column of the first ones has only nulls
 RESPONSES = ("output", "response", "completion", "answer")
 PROMPTS = ("instruction", "prompt", "question")
@@ -65,6 +70,7 @@ class DatasetEntry:
     format: Format
     columns: tuple[str, ...]  # the names of columns its rows must have
     named: tuple[str, ...] = ()  # columns that the entry mentions, by its names and theirs
+    alone: Format | None = None  # of a conversation or response that pairs have beside the two
     num_samples: int | None = None  # use only so many rows, drawn at random
 
     def limit(self, max_samples: int | None) -> int | None:
@@ -93,22 +99,39 @@ def read_entry(
     ``DataError``: the entry is invalid."""
     raw = _checked(entry, where)
     source, count = _source(raw, folder, where, hub, text_unit), raw.get("num_samples")
-    is_silent = not any(key in raw for key in FORM_KEYS)
-    if is_silent and (data_format := recognized(source.rows())) is not None:
-        return DatasetEntry(name, source, data_format, _columns({}, data_format), num_samples=count)
+    if _leaves_form(raw):
+        columns = first_values(source.rows())
+        seen = _format(columns)
+        if seen is not None and not ("columns" in raw and Alpaca.prompt in columns):
+            form = _form(raw, where, seen)
+            return DatasetEntry(name, source, *form, num_samples=count, alone=_alone(columns, seen))
     return DatasetEntry(name, source, *_form(raw, where), num_samples=count)
 
 
-def read_form(entry: object, where: str) -> tuple[Format, tuple[str, ...]] | None:
-    """The format of rows that an entry describes, and the columns that they must have, whether its
-    file is there or not. None if it leaves that to the rows. Raises as ``read_entry`` does."""
+def _leaves_form(raw: Mapping[str, Any]) -> bool:
+    """Whether an entry leaves it to the rows what they look like."""
+    is_said = any(key in raw for key in FORM_KEYS if key != "columns")
+    return not is_said and set(raw.get("columns", {})) <= SHARED
+
+
+def read_form(entry: object, where: str) -> list[tuple[Format, tuple[str, ...]]]:
+    """The formats that the rows of an entry may have, and the columns that they must have, whether
+    its file is there or not; none if it says nothing of them. Raises as ``read_entry`` does."""
     raw = _checked(entry, where)
-    return _form(raw, where)[:2] if any(key in raw for key in FORM_KEYS) else None
+    if not any(key in raw for key in FORM_KEYS):
+        return []
+    kinds = [kind() for kind in FORMATS.values() if hasattr(kind, "images")]
+    return [_form(raw, where, kind)[:2] for kind in (kinds if _leaves_form(raw) else [None])]
 
 
-def _form(raw: Mapping[str, Any], where: str) -> tuple[Format, tuple[str, ...], tuple[str, ...]]:
-    """The format of an entry, its columns, and all that it mentions."""
+def _form(
+    raw: Mapping[str, Any], where: str, seen: Format | None = None
+) -> tuple[Format, tuple[str, ...], tuple[str, ...]]:
+    """The format of an entry, its columns, and all that it mentions; ``seen`` is what its rows look
+    like, where it leaves that to them."""
     kind, ranking = raw.get("formatting") or DEFAULT, bool(raw.get("ranking"))
+    if seen is not None:
+        kind, ranking = next(k for k, each in FORMATS.items() if type(seen) is each), seen.ranking
     if kind not in FORMATS:
         hint, format_names = nearest(kind, FORMATS), ", ".join(FORMATS)
         raise DataError(f"{where}.formatting: expected one of {format_names}, got {kind!r}{hint}")
@@ -116,11 +139,13 @@ def _form(raw: Mapping[str, Any], where: str) -> tuple[Format, tuple[str, ...], 
     for column in RANKING_COLUMNS:
         if names.get(column) and not ranking:
             raise DataError(f'{where}.columns.{column}: is read only with "ranking": true')
-    read = {key: column for key, column in names.items() if key not in MEDIA}
+    read = {key: column for key, column in names.items() if key not in OFF}
+    if "image" in names and seen is not None and getattr(seen, "images", None) == "image":
+        read["images"] = None
     settings: dict[str, Any] = {**read, "ranking": ranking}
-    data_format: Format = FORMATS[kind](**settings)
+    data_format: Format = replace(seen or FORMATS[kind](), **settings)
     mentioned = (*names, *(column for column in names.values() if column))
-    return data_format, _columns(names, data_format), mentioned
+    return data_format, columns_of(names, data_format), mentioned
 
 
 def read_registry(path: Path) -> JSON:
@@ -129,20 +154,12 @@ def read_registry(path: Path) -> JSON:
     if not path.is_file():
         raise DataError(f"cannot read {path}: it is not a file")
     try:
-        raw = json.loads(path.read_bytes(), object_pairs_hook=_unique)
+        raw = json.loads(path.read_bytes(), object_pairs_hook=unique_keys)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not valid JSON: {error}") from None
     return _object(raw, str(path))
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    unique = dict(pairs)
-    if len(unique) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} occurs twice")
-    return unique
 
 
 def _object(value: object, where: str) -> JSON:
@@ -180,12 +197,12 @@ def _names(raw: Mapping[str, Any], key: str, kind: str, where: str) -> dict[str,
     names = {field.name for field in fields(FORMATS[kind])} - {"ranking"}
     allowed = dict.fromkeys(sorted(names & TAGS if key == "tags" else names - TAGS))
     for name, value in listed.items():
-        if name in MEDIA and value is not None:
+        if name in OFF and value is not None:
             raise DataError(
                 f"{where}.{name}: only text and pictures (columns: images) are supported, not "
                 f"{name}; null leaves them out"
             )
-        if name not in allowed and name not in MEDIA:
+        if name not in allowed and name not in OFF:
             words = ", ".join(allowed) or f"no {key}"
             hint = nearest(name, allowed) or f" ({kind} has {words})"
             raise DataError(f"{where}: unknown name {name!r}{hint}")
@@ -195,7 +212,7 @@ def _names(raw: Mapping[str, Any], key: str, kind: str, where: str) -> dict[str,
     return {name: None if value is None else str(value) for name, value in listed.items()}
 
 
-def _columns(names: Mapping[str, str | None], data_format: Format) -> tuple[str, ...]:
+def columns_of(names: Mapping[str, str | None], data_format: Format) -> tuple[str, ...]:
     """The columns that rows must have: those listed, and the main one."""
     main = getattr(data_format, data_format.main)
     listed = [main, *(names[name] for name in names if name not in TAGS)]
@@ -229,17 +246,31 @@ def _source(
 
 def recognized(rows: Iterable[Row | BrokenRow]) -> Format | None:
     """The format of the first ``rows``; None if they are broken, absent, or of no known form."""
-    columns: dict[str, object] = {}  # the first value of each, None of those that have none
+    return _format(first_values(rows))
+
+
+def first_values(rows: Iterable[Row | BrokenRow]) -> dict[str, object]:
+    """The columns of the first rows with the first value of each, None of those that have none."""
+    columns: dict[str, object] = {}
     for count, row in enumerate(rows, 1):
         if not isinstance(row, BrokenRow):
             columns |= {k: v for k, v in row.items() if columns.get(k) is None}
         if count >= LOOK and (count >= MOST or None not in columns.values()):
             break
-    return _format(columns)
+    return columns
 
 
 def _format(columns: Row) -> Format | None:
     """The format of rows with these columns."""
+    form = _form_by_columns(columns)
+    is_single = "image" in columns and columns.get("images") is None
+    # LLaVA's, and many on the hub: one picture
+    if form is None or not is_single or isinstance(form, TokenIds):
+        return form
+    return replace(form, images="image")
+
+
+def _form_by_columns(columns: Row) -> Format | None:
     row = {name: value for name, value in columns.items() if value is not None}
     if row.get("chosen") is not None and row.get("rejected") is not None:
         return _ranking(row)
@@ -251,14 +282,32 @@ def _format(columns: Row) -> Format | None:
 
 def _ranking(row: Row) -> Format:
     """The format of rows with two responses."""
-    chosen = row["chosen"]
+    chosen, prompt = row["chosen"], next((name for name in PROMPTS if name in row), None)
     is_answer = not isinstance(chosen, list) or len(chosen) <= 1
-    if "instruction" in row:
+    if prompt == "instruction" and isinstance(chosen, str):
         return Alpaca(ranking=True)
     for name in ("messages", "conversations"):
-        if name in row and is_answer:
+        if name in row and is_answer and not _ends_in_response(row, name):
             return replace(_conversations(row, name), ranking=True)
-    return TRL(prompt="prompt" if "prompt" in row else None, ranking=True)
+    if prompt == "question" and isinstance(chosen, str):
+        return Alpaca(prompt=prompt, query=_query(row), ranking=True)
+    return TRL(prompt=prompt, ranking=True)
+
+
+def _alone(columns: Row, form: Format) -> Format | None:
+    """The format of a conversation or a response that pairs in ``form`` have beside them."""
+    rest = {name: value for name, value in columns.items() if name not in RANKING_COLUMNS}
+    names = {name for name in ("messages", "conversations", *RESPONSES) if rest.get(name)}
+    names -= {getattr(form, "messages", None)}
+    return _format(rest) if form.ranking and names else None
+
+
+def _ends_in_response(row: Row, name: str) -> bool:
+    """Whether a conversation is complete, and so no prompt of two responses."""
+    turns = structure(row, name)
+    last = turns[-1] if isinstance(turns, list) and turns else None
+    role = last.get("role") or last.get("from") if isinstance(last, Mapping) else None
+    return role in ("assistant", "gpt")
 
 
 def _conversations(row: Row, name: str) -> OpenAI | ShareGPT:
@@ -281,6 +330,10 @@ def _single(row: Row, columns: Row) -> Format | None:
     if isinstance(row.get("prompt"), list):
         return TRL()
     if prompt:
-        query = "context" if "context" in row and "input" not in row else "input"
-        return Alpaca(prompt=prompt, response=response, query=query)
+        return Alpaca(prompt=prompt, response=response, query=_query(row))
     return Alpaca(prompt="text", query=None) if "text" in row else None
+
+
+def _query(row: Row) -> str:
+    """The column of further input to a question."""
+    return "context" if "context" in row and "input" not in row else "input"

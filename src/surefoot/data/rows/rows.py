@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from functools import cache
 from itertools import islice
 
 from ...errors import DataError, counted
@@ -15,34 +16,52 @@ from ..example import BrokenRow, Example, Message
 from ..section import DataSection
 from ._row_sources import first_broken
 from .formats import FORMATS, Format
-from .formats._turns import EMPTY, LEARNING, trains
+from .formats._picture_sources import PICTURE
+from .formats._turns import LEARNING, trains
 from .formats.fields import (
+    EMPTY,
     MARKS,
     TEMPLATE_ARGUMENTS,
     NothingToLearnError,
     Row,
+    from_json,
     nearest,
     shown,
-    structure,
     template_arguments,
     without_added_nulls,
 )
-from .registry import MEDIA, PROMPTS, RANKING_COLUMNS, RESPONSES, DatasetEntry
+from .registry import (
+    FORMS,
+    MEDIA,
+    OBJECTS,
+    PROMPTS,
+    RANKING_COLUMNS,
+    RESPONSES,
+    TAGS,
+    DatasetEntry,
+    columns_of,
+)
 
 USUAL = (*("messages", "conversations"), *PROMPTS, *RESPONSES, "chosen", "rejected", "text")
 TURNS = ("messages", "prompt", "completion", "chosen", "rejected")  # columns with turns
 SINGLE = ("response", "completion", "reasoning")  # not read of a row with two responses
 TRUTH = ("true", "false")  # csv has only text
-# Words in the name of a column that is about how to read, or to train on, its row.
-WORDS = re.compile(
-    r"(?<![a-z])(?:"
-    r"labels?|scores?|ratings?|weights?|rewards?|margins?|quality|preferences?|preferred|correct|"
-    r"texts?|systems?|contexts?|history|inputs?|prompts?|instructions?|questions?|"
-    r"responses?|answers?|outputs?|completions?|chosen|rejected|messages|conversations|"
-    r"thinking|thoughts?|reasoning|rationales?|tools?|functions?|images?|videos?|audios?"
-    r")(?![a-z])",
-    re.IGNORECASE,
-)
+# What a text points to by a mark, in LLaMA-Factory's and ms-swift's rows: the column of each mark.
+POINTERS = re.compile(r"<(image|video|audio|bbox|ref-object)(?:[ _-]?\d+)?>")
+POINTED = {"image": "images", "video": "videos", "audio": "audios"}  # others to ``objects``
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What reads a row beside its format: a stage, and the chat template that it uses."""
+
+    template_reads: Callable[[str, str], bool]  # a key of a turn of a role, or another object's
+    columns: frozenset[str] = frozenset()  # that the stage reads beside the conversation
+    pairs: bool = True  # of chosen and rejected; else what stands beside them is read
+    sees: bool | None = None  # whether marks stand for pictures; None: they may be text
+
+
+ANY = Reading(lambda *_: True)  # before it is known what is trained, and how
 
 
 def read_examples(
@@ -51,13 +70,17 @@ def read_examples(
     max_samples: int | None = None,
     max_broken_rows: int = 0,
     chosen: Index | None = None,
+    reading: Reading = ANY,
 ) -> Iterator[Example | BrokenRow]:
     """One item per row, in order, or per ``chosen`` row (ascending). Raises DataError if there are
     no rows, if a column that the entry lists is in none of them, and at the first broken row above
     ``max_broken_rows``."""
     first_values: dict[str, object] = {}  # all columns so far in order, each with its first value
     broken: list[BrokenRow] = []
-    read = read_columns(entry)
+    if entry.alone is not None and not reading.pairs:
+        entry = replace(entry, format=entry.alone, columns=columns_of({}, entry.alone))
+    read = read_columns(entry) | reading.columns
+    unread_of = cache(lambda columns: [name for name in columns if name not in read])  # few sets
     rows = iter(entry.source.rows())
     numbered: Iterator[tuple[int, Row | BrokenRow]] = enumerate(rows)
     if chosen is not None:
@@ -66,8 +89,9 @@ def read_examples(
     for index, row in islice(numbered, max_samples):
         if not isinstance(row, BrokenRow):
             first_values |= {n: v for n, v in row.items() if first_values.get(n) is None}
-            check_columns(entry, index, row)
-        item = _read(entry, index, row, read)
+            names = unread_of(tuple(row))
+            check_columns(entry, index, row, names)
+        item = row if isinstance(row, BrokenRow) else _read(entry, index, row, names, reading)
         if isinstance(item, BrokenRow) and not item.is_dropped:
             broken.append(item)
         if len(broken) > max_broken_rows:
@@ -80,38 +104,37 @@ def read_examples(
 
 
 def read_rows(
-    entry: DatasetEntry, section: DataSection, chosen: Index | None = None
+    entry: DatasetEntry,
+    section: DataSection,
+    chosen: Index | None = None,
+    reading: Reading = ANY,
 ) -> Iterator[Example | BrokenRow]:
     """The same within the limits of a section; ``chosen`` rows are not counted by them."""
     most = entry.limit(section.max_samples) if chosen is None else None
     broken = section.max_broken_rows
-    return read_examples(entry, max_samples=most, max_broken_rows=broken, chosen=chosen)
+    return read_examples(
+        entry, max_samples=most, max_broken_rows=broken, chosen=chosen, reading=reading
+    )
 
 
 def _read(
-    entry: DatasetEntry, index: int, row: Row | BrokenRow, read: Collection[str]
+    entry: DatasetEntry, index: int, row: Row, names: Sequence[str], reading: Reading
 ) -> Example | BrokenRow:
-    if isinstance(row, BrokenRow):
-        return row
     try:
-        unread = meaningful_columns(row, read)
-        origin, mark = f"{entry.name}:{index}", unread_mark(entry, row)
-        example = parse_row(entry.format, row, origin, mark, unread)
-        example, flags = flagged(example, entry, row, read)
-        if not flags:
-            return example
-        return replace(example, unread=tuple(name for name in unread if name not in flags))
+        unread = [name for name in names if row[name] not in EMPTY]
+        example, flags = flagged(parse_row(entry.format, row), entry, row, unread)
+        columns = [name for name in unread if name not in flags]
+        return replace(
+            example,
+            origin=f"{entry.name}:{index}",
+            unread_mark=unread_mark(entry, row),
+            unread=(*columns, *_inside(example, entry.format, reading, entry.named, columns)),
+        )
     except DataError as error:
         return BrokenRow(index, str(error), isinstance(error, NothingToLearnError))
 
 
-def parse_row(
-    form: Format,
-    row: Row,
-    origin: str = "",
-    unread_mark: str | None = None,
-    unread: tuple[str, ...] = (),
-) -> Example:
+def parse_row(form: Format, row: Row) -> Example:
     """A row as its format reads it, without the nulls of a columnar file, and with what it gives
     the chat template. Raises ``DataError``."""
     # NaN is what pandas writes for a value that is missing.
@@ -119,14 +142,77 @@ def parse_row(
     turns = [getattr(form, name, None) for name in TURNS]
     plain, notes = without_added_nulls(row, form.tools, turns)
     example, arguments = form.read(plain), template_arguments(row)
-    return replace(  # once: it takes 8 µs
+    return replace(
         example,
         columns=row,
         notes=tuple(notes),
         template_arguments=arguments,
-        origin=origin,
-        unread_mark=unread_mark,
-        unread=unread,
+        unread=tuple(plain.unread),
+    )
+
+
+def unread_keys(example: Example, form: Format, reading: Reading) -> tuple[str, ...]:
+    """What nothing reads of a row of no dataset, as ``Example.unread``. Raises ``DataError``."""
+    read = _format_columns(form) | {TEMPLATE_ARGUMENTS}
+    columns = [n for n, value in example.columns.items() if n not in read and value not in EMPTY]
+    return (*columns, *_inside(example, form, reading, (), columns))
+
+
+def _inside(
+    example: Example,
+    form: Format,
+    reading: Reading,
+    named: Collection[str],
+    columns: Sequence[str],
+) -> tuple[str, ...]:
+    """What nothing reads inside the columns of a row: keys of objects that its format does not
+    read, and its template does not either, and marks in its texts. Raises ``DataError``: such a
+    mark stands for a picture of which the model would be trained without it."""
+    marks = {} if reading.sees is None else _unread_marks(example, form, named)
+    for mark, column in marks.items() if reading.sees else ():
+        # ``<video>`` alone is HTML
+        if column in ("images", OBJECTS) or any(column[:-1] in name.lower() for name in columns):
+            raise DataError(_no_picture(mark, column, columns))
+    unread = dict.fromkeys(example.unread)
+    for message in (*example.messages, example.chosen, example.rejected):
+        if message is None or not (message.fields or message.tool_calls):
+            continue
+        keys = [(key, str(message.role), "turn") for key in message.fields]
+        calls = [key for call in message.tool_calls for key in call]
+        keys += [(key, "call", "call") for key in calls if key not in ("name", "arguments")]
+        unread |= {
+            f"{k} of a {of}": None for k, by, of in keys if not reading.template_reads(k, by)
+        }
+    for key in example.template_arguments:
+        if not reading.template_reads(key, "arguments"):
+            unread[f"{key} of {TEMPLATE_ARGUMENTS}"] = None
+    return (*unread, *(f"{mark} in a text" for mark in marks))
+
+
+def _unread_marks(example: Example, form: Format, named: Collection[str]) -> dict[str, str]:
+    """The marks in the texts of a row that stand for nothing, and the column that each points to,
+    unless its entry says by null for the column that they are text."""
+    marks = dict[str, str]()
+    off = {*named} - {"images"} if getattr(form, "images", None) else {*named, "images"}
+    for message in (*example.messages, example.chosen, example.rejected):
+        if message is None or "<" not in message.content:
+            continue
+        for match in POINTERS.finditer(message.content):
+            column = POINTED.get(match[1], OBJECTS)
+            is_numbered = column == "images" and bool(message.media) and match[0] != PICTURE
+            is_tag = f"</{match[1]}>" in message.content  # around what it is about
+            if not (column in off or is_numbered or is_tag):
+                marks[match[0]] = column
+    return marks
+
+
+def _no_picture(mark: str, name: str, columns: Sequence[str]) -> str:
+    """The error for a text that points to a picture, say, which its row does not have."""
+    near = f" (other columns: {', '.join(columns)})" if columns else ""
+    pictures = '"columns": {"images": "photo"}, if they are in a column photo, or '
+    return (
+        f"the mark {mark} in a text, and nothing in its row that it stands for{near}; add to the "
+        f'entry {pictures if name == "images" else ""}"columns": {{"{name}": null}}, if it is text'
     )
 
 
@@ -173,11 +259,14 @@ def _advice(entry: DatasetEntry, column: str, first_values: Mapping[str, object]
     if "text" in first_values:
         return ' (add "columns": {"prompt": "text"} to the entry?)'
     if not entry.named:
-        near = ((name, get_close_matches(name, USUAL, n=1, cutoff=0.8)) for name in first_values)
+        others = (name for name in first_values if name not in USUAL)
+        near = ((name, get_close_matches(name, USUAL, n=1, cutoff=0.8)) for name in others)
         if misspelled := next(((name, close[0]) for name, close in near if close), None):
             return f" (did you mean {misspelled[1]} by {misspelled[0]}?)"
-    texts = [name for name, value in first_values.items() if isinstance(value, str)]
-    suggested = dict(zip(("prompt", "response"), [*texts, *first_values], strict=False))
+    texts = [name for name, value in first_values.items() if not isinstance(value, list | dict)]
+    if not texts:
+        return f" (write rows of one of these forms: {'; '.join(FORMS)})"
+    suggested = dict(zip(("prompt", "response"), texts, strict=False))
     columns = ", ".join(f"{key}: {_quoted(name)}" for key, name in suggested.items())
     line = f"datasets: [{{{entry.source.as_entry}, columns: {{{columns}}}}}]"
     is_csv = entry.source.as_entry.lower().endswith((".csv", ".tsv"))
@@ -204,10 +293,18 @@ def too_many_broken(name: str, broken: Sequence[BrokenRow], limit: int) -> DataE
 # that it means nothing here.
 
 
-def check_columns(entry: DatasetEntry, index: int, row: Row) -> None:
-    """Raises ``DataError``: a row has videos, or functions, that its entry does not read."""
-    for name in MEDIA:
-        if row.get(name) and name not in entry.named:
+def check_columns(entry: DatasetEntry, index: int, row: Row, unread: Sequence[str]) -> None:
+    """Raises ``DataError``: a row has videos, functions or boxes among the columns that nothing
+    reads, which the entry does not switch off."""
+    for name in unread:
+        if name == OBJECTS and _has_boxes(row[name]):
+            raise DataError(
+                f"dataset {entry.name!r}: row {index} has {name}, the boxes and names that <bbox> "
+                "and <ref-object> stand for, which are not read; write them into the texts, as the "
+                f'model takes them, or add "columns": {{"{name}": null}} to the entry to train '
+                "without them"
+            )
+        if name in MEDIA and row[name] and not (name == "image" and "images" in entry.named):
             raise DataError(
                 f"dataset {entry.name!r}: row {index} has {name}, and only text and pictures are "
                 f'supported; leave such rows out, or add "columns": {{"{name}": null}} to the '
@@ -219,7 +316,7 @@ def check_columns(entry: DatasetEntry, index: int, row: Row) -> None:
                 f"dataset {entry.name!r}: the column {name!r} is not read, for its blanks; rename "
                 f"it to {name.strip()!r} in the first line of the file"
             )
-    if row.get("functions") and not {"functions", "tools"} & set(entry.named):
+    if "functions" in unread and row["functions"] and "tools" not in entry.named:
         raise DataError(
             f"dataset {entry.name!r}: row {index} has the column 'functions', which is not read; "
             'add "columns": {"tools": "functions"} to the entry, or {"tools": null} to train '
@@ -227,27 +324,26 @@ def check_columns(entry: DatasetEntry, index: int, row: Row) -> None:
         )
 
 
-def meaningful_columns(row: Row, read: Collection[str]) -> tuple[str, ...]:
-    """The columns of a row that have a value, are not in ``read``, and have a name that means
-    something."""
-    others = (name for name in row if name not in read)
-    meaningful = (name for name in others if WORDS.search(name) or LEARNING.search(name))
-    return tuple(name for name in meaningful if row[name] not in EMPTY)
+def _has_boxes(value: object) -> bool:
+    """Whether a value of ``objects`` is ms-swift's, or the JSON text of one; may be anything."""
+    if isinstance(value, str):
+        return value.lstrip().startswith("{") and '"bbox"' in value
+    return isinstance(value, Mapping) and bool({"bbox", "ref"} & value.keys())
 
 
 def flagged(
-    example: Example, entry: DatasetEntry, row: Row, read: Collection[str]
+    example: Example, entry: DatasetEntry, row: Row, unread: Collection[str]
 ) -> tuple[Example, set[str]]:
-    """The example with what its row's columns say of its turns (``"loss_mask": [0, 0, 0, 1]``), and
-    the names of these columns. Raises ``DataError``: such a column has no obvious meaning, or says
-    that the row is not to be trained on."""
+    """The example with what its row's ``unread`` columns say of its turns (``"loss_mask": [0, 0,
+    1]``), and the names of these columns. Raises ``DataError``: such a column has no obvious
+    meaning, or says that the row is not to be trained on."""
     names = set[str]()
-    for name in row:
-        if name in read or row[name] in EMPTY or not LEARNING.search(name):
+    for name in unread:
+        if not LEARNING.search(name):
             continue
         value = row[name]
-        is_list = isinstance(value, list) or str(value).lstrip().startswith("[")
-        flags = structure(row, name) if is_list else [value]
+        flags = _list_of(value)
+        is_list = flags is not None
         messages = _flagged(example, entry, name, flags) if is_list else example.messages
         if messages is None or (not is_list and not _is_flag(name, value)):
             continue  # named as a column that nothing reads
@@ -261,6 +357,16 @@ def flagged(
         names.add(name)
         example = replace(example, messages=messages)
     return example, names
+
+
+def _list_of(value: object) -> list[object] | None:
+    """A list, or that of a JSON text; None if it is neither."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = from_json(value, "")
+        except DataError:
+            return None
+    return value if isinstance(value, list) else None
 
 
 def _is_flag(name: str, value: object) -> bool:
@@ -296,11 +402,13 @@ def _flagged(
 
 def read_columns(entry: DatasetEntry) -> set[str]:
     """The columns that the format of an entry reads, and those that the entry mentions."""
-    form, names = entry.format, {field.name for field in fields(entry.format)}
+    return {*_format_columns(entry.format), *entry.named, TEMPLATE_ARGUMENTS}
+
+
+def _format_columns(form: Format) -> set[str]:
     unread = SINGLE if form.ranking else RANKING_COLUMNS
-    format_columns = {getattr(form, name) for name in names - {"ranking", *unread}}
-    mentioned = (*format_columns, *entry.named, TEMPLATE_ARGUMENTS)
-    return {name for name in mentioned if isinstance(name, str)}
+    names = {field.name for field in fields(form)} - {"ranking", *unread, *TAGS}
+    return {name for name in (getattr(form, each) for each in names) if isinstance(name, str)}
 
 
 def unread_mark(entry: DatasetEntry, row: Row) -> str | None:

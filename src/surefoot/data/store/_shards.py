@@ -32,7 +32,17 @@ from ...errors import DataError, counted
 from ...storage import files
 from ...storage.child import Child
 from ..data_order import Index
-from ..example import JSON, BrokenRow, Dropped, Encoded, Example, Truncated, items_of, unread_in
+from ..example import (
+    JSON,
+    BrokenRow,
+    Dropped,
+    Encoded,
+    Example,
+    Truncated,
+    items_of,
+    unread_in,
+    unread_line,
+)
 from ..media.files import MediaFiles
 from ..media.stamps import first_changed
 from ..rows._row_sources import first_broken
@@ -394,7 +404,7 @@ class DatasetReport:
     items: int = 0  # encoded examples, or pieces of long texts
     tokens: int = 0
     trained_tokens: int = 0  # that carry a label
-    unread: tuple[str, ...] = ()  # columns that nothing reads, see ``meaningful_columns``
+    unread: Mapping[str, Sequence[int]] = field(default_factory=dict)  # see ``unread_in``
     remarks: tuple[str, ...] = ()  # on how its source is read
     notes: Mapping[str, int] = field(default_factory=dict)  # note -> how many examples have it
 
@@ -411,7 +421,7 @@ class DatasetReport:
         for reason, count in self.dropped.items():
             yield f"{self.name}: examples dropped: {count:,} ({reason})"
         if self.unread:
-            yield f"{self.name}: columns that nothing reads: {', '.join(self.unread)}"
+            yield f"{self.name}: {unread_line(self.unread)}"
         for note, count in self.notes.items():
             yield f"{self.name}: {counted(count, 'example')}: {note}"
         if self.cut:
@@ -422,10 +432,7 @@ def report_from(saved: JSON, name: str, remarks: tuple[str, ...] = ()) -> Datase
     """The report stored in a folder of the cache, with the dataset's current name."""
     fields: dict[str, Any] = dict(saved)
     broken = tuple(BrokenRow(**row) for row in fields["broken"])
-    unread = tuple(fields.get("unread", ()))
-    return DatasetReport(
-        **{**fields, "broken": broken, "unread": unread, "name": name, "remarks": remarks}
-    )
+    return DatasetReport(**{**fields, "broken": broken, "name": name, "remarks": remarks})
 
 
 def add(one: DatasetReport, more: DatasetReport) -> DatasetReport:
@@ -434,5 +441,6 @@ def add(one: DatasetReport, more: DatasetReport) -> DatasetReport:
     for name in ("dropped", "notes"):
         counts = Counter(getattr(one, name)) + Counter(getattr(more, name))
         sums[name] = dict(counts.most_common())
-    unread = tuple(dict.fromkeys((*one.unread, *more.unread)))
+    unread = dict(more.unread)
+    unread |= {key: (n + unread.get(key, (0,))[0], first) for key, (n, first) in one.unread.items()}
     return replace(one, **sums, unread=unread, remarks=one.remarks or more.remarks)

@@ -257,6 +257,7 @@ class Codec:
         dicts, schemas, marked = self._template_inputs(messages, tools)
         text = self._renderer.render(dicts, schemas, prompt=True)
         check_tools(schemas, text)
+        self._renderer.check_written(dicts, schemas, text)
         rendered = RenderedConversation(RenderedText(text, marked))
         if self.media is not None:
             pictures = _pictures.look_at(messages, self.media.files)
@@ -332,6 +333,10 @@ class Codec:
         behind = RenderedText(text[end + len(stop) :], marked)
         return NextTurn(stops[stop], self._chat.encode([behind])[0].ids)
 
+    def reads(self, key: str, of: str) -> bool:
+        """Whether the text of a row shows a ``key`` of what it has, as ``Renderer.writes``."""
+        return self._template is not None and self._renderer.writes(key, of)
+
     def picture_probe(self) -> list[Features]:
         """Two short conversations about pictures of noise, which stand at other offsets."""
         section = replace(self.section, cutoff_len=1 << 20, mask_history=False)
@@ -360,7 +365,7 @@ class Codec:
         key = json.dumps(arguments, sort_keys=True, default=str)
         if key in self._of_arguments:
             return self._of_arguments[key]
-        check_row_arguments(self.template.source, arguments, self.template.name)
+        check_row_arguments(arguments)
         section = self.section
         if isinstance(thinking := arguments.get("enable_thinking"), bool):
             section = replace(section, enable_thinking=thinking)

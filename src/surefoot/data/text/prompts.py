@@ -13,14 +13,14 @@ from typing import Protocol
 
 from ...errors import DataError, RunError
 from ...storage.files import make_folder, raising, write_aside
-from ..example import JSON, BrokenRow, Message
+from ..example import JSON, BrokenRow, Example, Message, unread_line
 from ..rows._readers import text_lines
 from ..rows._row_sources import Files
 from ..rows.catalog import Catalog
 from ..rows.formats import Format
-from ..rows.formats.fields import shown, tools
+from ..rows.formats.fields import DECODER, shown, tools
 from ..rows.registry import recognized
-from ..rows.rows import form_of, parse_row
+from ..rows.rows import Reading, form_of, parse_row, unread_keys
 from ..section import DataSection
 
 _LINES = (".jsonl", ".ndjson")
@@ -40,6 +40,8 @@ class Prompt:
     tools: tuple[JSON, ...] = ()
     template_arguments: JSON = field(default_factory=dict)  # of its row, beside the recipe's
     row: Mapping[str, object] = field(default_factory=dict)  # what stands in the file
+    example: Example = Example()  # the row as a dataset's
+    form: Format | None = None  # of the row
 
     def with_system(self, text: str | None) -> Prompt:
         """The same with a system message in front, if it has none of its own."""
@@ -90,7 +92,7 @@ def _prompts(path: Path, forms: Forms) -> Iterator[Prompt]:
         origin = f"{path}: {place}"
         try:
             if suffix in (*_TABLES, *_LINES):
-                parsed = json.loads(row) if isinstance(row, str) else row
+                parsed = DECODER.decode(row) if isinstance(row, str) else row
                 yield _of_row(parsed, forms, origin)
             elif "\0" in (line := str(row)):
                 raise DataError(
@@ -124,7 +126,24 @@ def _of_row(row: object, forms: Forms, origin: str) -> Prompt:
         raise DataError(f"the last message is of the {messages[-1].role}; expected the user")
     if messages[-1].is_empty and messages[-1].role == "user":
         raise DataError("the prompt is empty")
-    return Prompt(origin, messages, example.tools, example.template_arguments, fields)
+    arguments = example.template_arguments
+    return Prompt(origin, messages, example.tools, arguments, fields, example, form)
+
+
+def unread_line_of(prompts: Sequence[Prompt], reading: Reading) -> str | None:
+    """What nothing reads of the rows of prompts, though it goes into the answers; None if all is
+    read. Raises ``DataError``: a text has the mark of a picture that its row does not have."""
+    unread: dict[str, list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        if prompt.form is None:
+            continue
+        try:
+            keys = unread_keys(prompt.example, prompt.form, reading)
+        except DataError as error:
+            raise DataError(f"{prompt.origin}: {error}") from None
+        for key in keys:
+            unread.setdefault(key, [0, number])[0] += 1
+    return unread_line(unread) if unread else None
 
 
 def read_tools(path: Path) -> tuple[JSON, ...]:

@@ -23,6 +23,7 @@ from .rules import GivenArguments, Program, Rules, Settings
 from .templates import TEMPLATES, eos_of, next_roles, same_template
 
 _TRACKERS = get_args(TrackerName)
+_FEW_PIXELS = 1024  # the default of image_min_pixels, by which next to no picture becomes larger
 _FREEZES = {  # part of a model that reads pictures -> the argument by which it is frozen
     "tower": "freeze_vision_tower",
     "projector": "freeze_multi_modal_projector",
@@ -78,6 +79,12 @@ def _pictures(arguments: GivenArguments) -> Settings:
     columns = [entry.get("columns") for entry in entries]
     if not any(isinstance(each, Mapping) and each.get("images") for each in columns):
         return {}
+    if arguments["image_min_pixels"] > _FEW_PIXELS:
+        message = (
+            "the model's own processor alone makes small pictures larger; set its min_pixels in "
+            "preprocessor_config.json of the model, and remove this one"
+        )
+        raise RefusedError("image_min_pixels", message)
     settings: Settings = {"data.media.max_pixels": arguments["image_max_pixels"]}
     if folder := arguments["media_dir"]:
         settings["data.media.folder"] = folder

@@ -15,7 +15,7 @@ from itertools import islice
 import xxhash
 
 from ...data.data_order import Index
-from ...data.example import BrokenRow, Encoded, Example, items_of, sources_of, unread_in
+from ...data.example import BrokenRow, Encoded, Example, items_of, sources_of
 from ...data.rows.catalog import Catalog
 from ...data.rows.registry import DatasetEntry
 from ...data.rows.rows import read_examples
@@ -126,7 +126,11 @@ class _Reader:
         dataset.figures.remarks = list(entry.source.remarks)
         max_samples = entry.limit(self._parts.data.max_samples) if chosen is None else None
         rows = read_examples(
-            entry, max_samples=max_samples, max_broken_rows=UNLIMITED, chosen=chosen
+            entry,
+            max_samples=max_samples,
+            max_broken_rows=UNLIMITED,
+            chosen=chosen,
+            reading=self._parts.encoding.reading,
         )
         reported = time.monotonic()
         limited_rows = islice(rows, limit)
@@ -154,9 +158,11 @@ class _Reader:
         untruncated = self._parts.stage.encode(examples, self._unlimited_codec)
         outcomes = self._truncated(examples, untruncated)
         items = [item for encoded in untruncated for item in items_of(encoded)]
-        figures.unread = list(dict.fromkeys((*figures.unread, *unread_in(examples, items))))
+        keeps_rows = any("row" in item for item in items)
         for example, encoded, outcome in zip(examples, untruncated, outcomes, strict=True):
             self._add_example(dataset, example, encoded, outcome)
+            for key in () if keeps_rows else example.unread:
+                figures.unread.setdefault(key, CountedRows()).add(example.origin)
 
     def _truncated(
         self, examples: Sequence[Example], untruncated: Sequence[Encoded]

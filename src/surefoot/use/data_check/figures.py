@@ -77,7 +77,7 @@ class DatasetFigures:
     odd: dict[str, CountedRows] = field(default_factory=dict)  # by what is odd
     remarks: list[str] = field(default_factory=list)  # on how its source is read
     notes: dict[str, CountedRows] = field(default_factory=dict)
-    unread: list[str] = field(default_factory=list)  # columns that nothing reads
+    unread: dict[str, CountedRows] = field(default_factory=dict)  # keys that nothing reads
     labels: Counter[bool] = field(default_factory=Counter)  # of kto
     equal: CountedRows = field(default_factory=CountedRows)  # to an earlier row
     repeated: list[RepeatedResponse] = field(default_factory=list)

@@ -14,6 +14,7 @@ from typing import Literal
 
 from ...data.example import Example, Message
 from ...data.section import DataSection
+from ...errors import counted
 from .duplicates import Overlap, response_of
 from .figures import DatasetFigures
 
@@ -115,17 +116,24 @@ def findings_in(figures: DatasetFigures) -> Iterator[Finding]:
         yield note(remark, figures.rows)
     for text, noted in figures.notes.items():
         yield note(text, noted.count, noted.rows)
-    if unread := figures.unread:
+    yield from _unread(figures)
+
+
+def _unread(figures: DatasetFigures) -> Iterator[Finding]:
+    """What nothing reads: keys, and marks in texts that stand for nothing."""
+    lines = {k: f"{k}: {counted(r.count, 'row')}, {r.rows[0]}" for k, r in figures.unread.items()}
+    if keys := [line for key, line in lines.items() if not key.startswith("<")]:
         advice = "name them in the entry if they are part of an example"
-        yield note("columns that nothing reads", len(unread), unread, advice)
+        yield Finding("note", figures.name, "keys that nothing reads", len(keys), keys, advice)
+    if marks := [line for key, line in lines.items() if key.startswith("<")]:
+        advice = "name the column of what they stand for, or remove them: they are read as text"
+        yield Finding("problem", figures.name, "marks for nothing", len(marks), marks, advice)
 
 
 NO_RESPONSE = "conversations that do not end with a response"
 RESPONSE_FIRST = "conversations that begin with a response"
 SAME_ROLE = "conversations with two turns of one role in a row"
-LATE_SYSTEM = "system messages after the first turn"
 NO_CALL = "results of functions without a call before"
-PLACEHOLDER = "placeholders without a picture in the text"
 SPECIAL_TOKENS = "special tokens of the model in the text"
 LOOP = "responses that repeat themselves"
 ECHO = "responses equal to the prompt"
@@ -133,15 +141,11 @@ ODD_ADVICE = {
     NO_RESPONSE: "add a response, or remove the rows: there is nothing to train on at their end",
     RESPONSE_FIRST: "the response has no prompt; check that no turn is missing",
     SAME_ROLE: "check for missing turns; most chat templates expect them to alternate",
-    LATE_SYSTEM: "most chat templates read a system message only at the beginning",
     NO_CALL: "check for missing calls",
-    PLACEHOLDER: "name the column of the pictures in the entry, or remove the placeholders, which "
-    "are read as text",
     SPECIAL_TOKENS: "is the text already rendered by a chat template? Give messages instead",
     LOOP: "a model imitates that; read some of them",
     ECHO: "check the columns of the entry",
 }
-PLACEHOLDERS = ("<image>", "<video>", "<audio>")
 LOOP_LENGTH, LOOP_RATIO = 400, 0.08  # bytes of a response, and its compressed size at most
 
 
@@ -152,8 +156,6 @@ def oddities(
     ``ODD_ADVICE``. ``special_tokens`` are those of the model."""
     messages = example.messages
     texts = [message.content for message in messages] if messages else [example.text or ""]
-    if any(mark in text for text in texts for mark in PLACEHOLDERS):
-        yield PLACEHOLDER
     if any(mark in text for text in texts for mark in special_tokens):
         yield SPECIAL_TOKENS
     if example.text is not None or example.token_ids is not None:
@@ -176,8 +178,6 @@ def _odd_order(messages: Sequence[Message]) -> Iterator[str]:
     turns = [role for role in roles if role != "system"]
     if turns and turns[0] == "assistant":
         yield RESPONSE_FIRST
-    if "system" in roles[1:]:
-        yield LATE_SYSTEM
     # Several results in a row answer several calls of one turn.
     if any(role == next_role != "tool" for role, next_role in pairwise(turns)):
         yield SAME_ROLE

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -68,8 +69,9 @@ class _Sample:
 
 def _sample(parts: RunParts, entry: DatasetEntry) -> _Sample:
     section = parts.data
-    rows = sum(1 for _ in read_rows(entry, section))
-    chosen = list(islice(read_rows(entry, section), 0, None, -(-rows // ROWS)))
+    read = partial(read_rows, entry, section, reading=parts.encoding.reading)
+    rows = sum(1 for _ in read())
+    chosen = list(islice(read(), 0, None, -(-rows // ROWS)))
     if entry.num_samples is not None and not section.streaming:
         rows = min(entry.num_samples, section.max_samples or entry.num_samples)
     outcomes = parts.stage.encode([e for e in chosen if isinstance(e, Example)], parts.codec)

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from ....errors import DataError
 from ...example import Example, Message
-from ._turns import with_pictures, with_system
+from ._picture_sources import with_pictures
+from ._turns import with_system
 from .fields import Row, as_text, label, missing, shown, structure, text, tools
 
 

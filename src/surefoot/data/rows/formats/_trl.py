@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ....errors import DataError
-from ...example import Example, Message
-from ._turns import Turns, with_pictures, with_system
-from .fields import Row, as_text, from_json, label, missing, shown, text, tools
+from ...example import JSON, Example, Message
+from ._picture_sources import with_pictures
+from ._turns import Turns, with_system
+from .fields import Row, as_text, from_json, label, mark_unread, missing, shown, text, tools
 
 _TURNS = Turns(
     "role",
@@ -81,8 +82,10 @@ class TRL:
             raise DataError(
                 f"column {column!r}: expected a response, got a turn of the {last.role}"
             )
-        if before and before[0].role != "assistant":
-            return tuple(before), last  # a complete conversation; it repeats the prompt
+        if before and before[0].role != "assistant":  # a complete conversation ...
+            if prompt and prompt[-1] not in before:  # ... which should repeat the prompt
+                mark_unread(row, {str(self.prompt): prompt}, (), "the row")
+            return tuple(before), last
         if not prompt:
             raise DataError(f"column {column!r}: a response without a prompt; {_PROMPT}")
         return (*prompt, *before), last
@@ -93,15 +96,50 @@ class TRL:
         if value is None:
             return None
         where = f"column {column!r}"
-        if isinstance(value, str) and not value.lstrip().startswith('[{"'):
+        turns = [value] if isinstance(value, dict) else value
+        if isinstance(value, str) and (turns := self._written(row, value, role)) is None:
             words = as_text(value, where)
             return (Message("user" if role == "user" else "assistant", words),)
-        value = from_json(value, where) if isinstance(value, str) else value
-        turns = [value] if isinstance(value, dict) else value
         if not isinstance(turns, list):
             cure = f'; write it as text: "{value}"' if isinstance(value, int | float) else ""
             raise DataError(f"{where}: expected text or messages, got {shown(value)}{cure}")
-        return tuple(_TURNS.message(turn, f"{where}: turn {i}") for i, turn in enumerate(turns, 1))
+        return tuple(
+            _TURNS.message(turn, f"{where}: turn {i}", row) for i, turn in enumerate(turns, 1)
+        )
+
+    def _written(self, row: Row, value: str, role: str) -> list[JSON] | None:
+        """The turns in a text. A response is some only if its prompt is written in the same way, or
+        if it is a complete conversation with this prompt: else it is a response in JSON."""
+        turns, prompt = _turns_in(value), row.get(self.prompt) if self.prompt else None
+        if turns is None or role == "user":
+            return turns
+        if turns[0]["role"] == "assistant":
+            is_part = _turns_in(prompt) is not None
+        else:
+            is_part = self.ranking and (
+                prompt in (None, turns[0].get("content")) or _turns_in(prompt) is not None
+            )
+        return turns if is_part else None
+
+
+def _turns_in(value: object) -> list[JSON] | None:
+    """The turns that a text, of a CSV file say, is the JSON of: a list of nothing else. None of any
+    other text, such as a response in JSON."""
+    if not isinstance(value, str) or not value.lstrip().startswith('[{"'):
+        return None
+    try:
+        turns = from_json(value, "")
+    except DataError:
+        return None
+    return turns if isinstance(turns, list) and all(map(_is_turn, turns)) else None
+
+
+def _is_turn(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.get("role") in (*_TURNS.roles, _TURNS.function)
+        and ("content" in value or "tool_calls" in value)
+    )
 
 
 _PROMPT = "add a column 'prompt', or give both as complete lists of messages"

@@ -6,21 +6,21 @@ Function calls are read in two forms: a turn of its own whose content is the cal
 
 from __future__ import annotations
 
-import base64
-import binascii
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-from io import BytesIO
+from dataclasses import dataclass
 from typing import ClassVar
 
 from ....errors import DataError
 from ...example import JSON, MEDIUM, THOUGHT_KEYS, Example, Message, Role
+from ._picture_sources import refuse_sizes, source_of, with_pictures
 from .fields import (
+    EMPTY,
     Row,
     as_text,
     from_json,
     label,
+    mark_unread,
     missing,
     nearest,
     shown,
@@ -35,12 +35,10 @@ WRAPPED_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _OF_SHAREGPT = ("human", "gpt", "function_call", "observation")
 _CURE = 'write "weight": 0 to mask a turn, "weight": 1 to train on it'
 MEDIA = ("images", "videos", "audios", "image", "video", "audio")
-PICTURE = "<image>"  # LLaMA-Factory's mark
 PICTURE_PARTS = ("image", "image_url", "input_image")  # types of OpenAI's parts and transformers'
 _SOURCES = ("image_url", "image", "url", "path", "base64")
 # Keys of a turn that have a place of their own in a message.
 _READ = ("role", "content", "tool_calls", "function_call", *MEDIA, *THOUGHT_KEYS)
-EMPTY: tuple[object, ...] = (None, "", [], {})
 # Names that speak of what is trained on, as isTrainable does; "constrain", "glossary" and "learner"
 # do not.
 LEARNING = re.compile(
@@ -81,7 +79,7 @@ class Turns:
             raise missing(row, column)
         if not isinstance(value, list) or not value:
             raise DataError(f"column {column!r}: expected a list of turns, got {shown(value)}")
-        return tuple(self.message(turn, f"turn {i}") for i, turn in enumerate(value, 1))
+        return tuple(self.message(turn, f"turn {i}", row) for i, turn in enumerate(value, 1))
 
     def answer(self, row: Row, column: str | None) -> Message:
         """The chosen or rejected response in a column: a turn, a list of one turn, or its text."""
@@ -92,13 +90,13 @@ class Turns:
         where = f"column {column!r}"
         if isinstance(value, str):
             return Message("assistant", as_text(value, where))
-        message = self.message(value, where)
+        message = self.message(value, where, row)
         if message.role != "assistant":
             raise DataError(f"{where}: expected a response, got a turn of the {message.role}")
         return message
 
-    def message(self, turn: object, where: str) -> Message:
-        """One turn; as an object, or as the JSON text of one."""
+    def message(self, turn: object, where: str, row: Row) -> Message:
+        """One turn of ``row``; as an object, or as the JSON text of one."""
         if isinstance(turn, str) and turn.lstrip().startswith("{"):
             turn = from_json(turn, where)
         if not isinstance(turn, Mapping):
@@ -107,14 +105,17 @@ class Turns:
         learn = _learn(turn, where, (self.role, self.content))
         for key in MEDIA:
             if turn.get(key) not in EMPTY:
-                raise DataError(f"{where}: {key!r} is not read; only text is supported")
+                raise DataError(
+                    f"{where}: {key!r} is not read; pictures are parts of the content, or in a "
+                    "column 'images' of the row"
+                )
         if role == self.function:
-            words, calls = _written_calls(as_text(content, where), where)
+            words, calls = _written_calls(as_text(content, where), where, row)
             return Message("assistant", words, calls, learn, fields=self._fields(turn))
         standard_role = self.roles.get(role) if isinstance(role, str) else None
         if standard_role is None:
             raise self._unknown_role(turn, where)
-        calls = _listed_calls(turn.get("tool_calls") or turn.get("function_call"), where)
+        calls = _listed_calls(turn.get("tool_calls") or turn.get("function_call"), where, row)
         thought = _thought(turn, standard_role, where)
         if calls and standard_role != "assistant":
             raise DataError(f"{where}: 'tool_calls' in a turn of the {standard_role}")
@@ -122,7 +123,7 @@ class Turns:
             return Message(standard_role, "", calls, learn, thought, self._fields(turn))
         if self.content not in turn:
             raise DataError(f"{where}: no key {self.content!r} (keys found: {', '.join(turn)})")
-        words, media = _content(content, f"{where}: {self.content!r}")
+        words, media = _content(content, f"{where}: {self.content!r}", row)
         if media and standard_role == "assistant":
             raise DataError(f"{where}: a picture in an answer, which no model writes here")
         return Message(standard_role, words, calls, learn, thought, self._fields(turn), media)
@@ -145,7 +146,8 @@ class Turns:
                 f"dataset: formatting: sharegpt, columns: {{messages: COLUMN}}, {tags}"
             )
         hint = nearest(str(role), role_names) or f" (expected one of {', '.join(role_names)})"
-        return DataError(f"{where}: unknown role {role!r}{hint}")
+        cure = f'; name one of yours in the entry: "tags": {{"user_tag": "{role}"}}'
+        return DataError(f"{where}: unknown role {role!r}{hint}{cure}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,12 +191,12 @@ class TurnFormat:
     def read(self, row: Row) -> Example:
         """The row's conversation; raises DataError with the reason if it has none."""
         roles: dict[str, Role] = {
-            **self.more_roles,
             self.user_tag: "user",
             self.assistant_tag: "assistant",
             self.observation_tag: "tool",
             self.system_tag: "system",
         }
+        roles |= {name: role for name, role in self.more_roles.items() if name not in roles}
         turns = Turns(self.role_tag, self.content_tag, roles, self.function_tag)
         return Example(
             with_pictures(
@@ -251,7 +253,7 @@ def _thought(turn: Row, role: Role, where: str) -> str:
     return texts.pop()
 
 
-def _content(value: object, where: str) -> tuple[str, tuple[str | bytes | None, ...]]:
+def _content(value: object, where: str, row: Row) -> tuple[str, tuple[str | bytes | None, ...]]:
     """Text, or a list of parts, concatenated, and the pictures that stand in it."""
     if not isinstance(value, list):
         return as_text(value, where), ()
@@ -265,92 +267,22 @@ def _content(value: object, where: str) -> tuple[str, tuple[str | bytes | None, 
         if _learn(part, where) is not None:
             raise DataError(f"{where}: a turn is trained on as a whole, got {shown(part)}; {_CURE}")
         if kind == "text":
-            texts = [part[key] for key in ("text", "value") if part.get(key) is not None]
-            if not texts:
+            keys = [key for key in ("text", "value") if part.get(key) is not None]
+            if not keys:
                 raise DataError(f"{where}: a text part without 'text', got {shown(part)}")
-            words.append(as_text(texts[0], where))
-            continue
-        sources = [part[key] for key in _SOURCES if part.get(key) is not None]
-        media.append(_source_of(sources[0], where) if sources else None)
-        words.append(MEDIUM)
+            words.append(as_text(part[keys[0]], where))
+        else:
+            keys = [key for key in _SOURCES if part.get(key) is not None]
+            if len(keys) > 1 and part[keys[0]] != part[keys[1]]:
+                raise DataError(f"{where}: {keys[0]!r} and {keys[1]!r} are two pictures in a part")
+            media.append(source_of(part[keys[0]], where, row) if keys else None)
+            words.append(MEDIUM)
+            refuse_sizes(part, where)
+        mark_unread(row, part, ("type", *keys), "a part")
     return "".join(words), tuple(media)
 
 
-def with_pictures(
-    messages: tuple[Message, ...], row: Row, column: str | None
-) -> tuple[Message, ...]:
-    """The messages with the pictures of a column where they stand: at the marks ``<image>`` and at
-    parts without a picture of their own, or, if there are none, before the first question, as TRL
-    has it. Raises ``DataError``: there are more or fewer of them."""
-    value = row.get(column) if column else None
-    if value is None and not any(message.media for message in messages):
-        return messages
-    pictures = value if isinstance(value, list) else [] if value in EMPTY else [value]
-    sources = [_source_of(each, f"column {column!r}") for each in pictures]
-    if sources or any(message.media for message in messages):
-        for message in messages:
-            if message.content.count(MEDIUM) != len(message.media):
-                raise DataError("a text has the character U+F0002, which stands for a picture here")
-    if sources or isinstance(value, list):  # without the column, a mark is text
-        messages = tuple(map(_marked, messages))
-    count = sum(message.media.count(None) for message in messages)
-    users = [i for i, message in enumerate(messages) if message.role == "user"]
-    if sources and users and not any(message.media for message in messages):
-        first = messages[users[0]]
-        added = replace(first, content=MEDIUM * len(sources) + first.content, media=tuple(sources))
-        return (*messages[: users[0]], added, *messages[users[0] + 1 :])
-    if count != len(sources):
-        raise DataError(
-            f"column {column!r} has {len(sources)} pictures, and the texts have {count} places for "
-            f"them (marks {PICTURE} or parts without a picture of their own)"
-        )
-    rest = iter(sources)
-    filled = []
-    for message in messages:
-        media = tuple(next(rest) if each is None else each for each in message.media)
-        if media and message.role == "assistant":
-            raise DataError(f"the mark {PICTURE} in an answer; a model writes no pictures")
-        filled.append(replace(message, media=media) if media else message)
-    return tuple(filled)
-
-
-def _source_of(value: object, where: str) -> str | bytes:
-    """A picture in a row: a path, a data URL, bytes, ``{"bytes", "path"}`` as ``datasets`` stores
-    one, or a picture of Pillow. Raises ``DataError``: it is none of these."""
-    if isinstance(value, str) and value.startswith("data:"):
-        head, _, body = value.partition(",")
-        try:
-            if not head.endswith(";base64"):
-                raise ValueError("no base64")
-            return base64.b64decode(body, validate=True)
-        except (ValueError, binascii.Error) as error:
-            raise DataError(f"{where}: a data URL that cannot be decoded ({error})") from None
-    if isinstance(value, Mapping):
-        inside = (value.get(key) for key in ("bytes", "path", "url", "image", "image_url"))
-        return _source_of(next((each for each in inside if each is not None), None), where)
-    if isinstance(value, str | bytes) and value:
-        return value
-    save = getattr(value, "save", None)
-    if callable(save):
-        buffer = BytesIO()
-        save(buffer, format="PNG")
-        return buffer.getvalue()
-    expected = "a path, a data URL or the bytes of a picture"
-    raise DataError(f"{where}: expected {expected}, got {type(value).__name__}")
-
-
-def _marked(message: Message) -> Message:
-    """A message with each mark ``<image>`` as a picture that is not known yet."""
-    if PICTURE not in message.content:
-        return message
-    own, media = iter(message.media), list[str | bytes | None]()
-    for each in re.findall(f"{PICTURE}|{MEDIUM}", message.content):
-        media.append(None if each == PICTURE else next(own))
-    content = message.content.replace(PICTURE, MEDIUM)
-    return replace(message, content=content, media=tuple(media))
-
-
-def _written_calls(content: str, where: str) -> tuple[str, tuple[JSON, ...]]:
+def _written_calls(content: str, where: str, row: Row) -> tuple[str, tuple[JSON, ...]]:
     """The calls written as JSON in a turn of their own, and the thought before them, if any."""
     thought = THOUGHT.match(content)
     words = thought[0] if thought else ""
@@ -359,31 +291,44 @@ def _written_calls(content: str, where: str) -> tuple[str, tuple[JSON, ...]]:
     calls = [call for text in bodies for call in _as_list(from_json(text, where))]
     if not calls:
         raise DataError(f"{where}: expected a function call, got {shown(content)}")
-    return words, tuple(_call(call, where) for call in calls)
+    return words, tuple(_call(call, where, row) for call in calls)
 
 
-def _listed_calls(value: object, where: str) -> tuple[JSON, ...]:
+def _listed_calls(value: object, where: str, row: Row) -> tuple[JSON, ...]:
     """The calls of an OpenAI message."""
     value = from_json(value, where) if isinstance(value, str) and value else value
-    return tuple(_call(call, where) for call in _as_list(value or []))
+    return tuple(_call(call, where, row) for call in _as_list(value or []))
 
 
 def _as_list(value: object) -> list[object]:
     return value if isinstance(value, list) else [value]
 
 
-def _call(value: object, where: str) -> JSON:
+class WrittenArguments(dict[str, object]):
+    """Arguments of a call that the row has as JSON text, and that text."""
+
+    text: str
+
+
+def _call(value: object, where: str, row: Row) -> JSON:
     """``{"name", "arguments"}`` with the arguments as an object, however they were given."""
     call = value.get("function") or value if isinstance(value, Mapping) else value
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
         raise DataError(f"{where}: expected a call with name and arguments, got {shown(value)}")
-    arguments = call.get("arguments")
+    arguments = written = call.get("arguments")
     if isinstance(arguments, str):
         arguments = from_json(arguments, f"{where}: arguments") if arguments.strip() else {}
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, Mapping):
         raise DataError(f"{where}: expected arguments as an object, got {shown(arguments)}")
+    if isinstance(written, str):
+        arguments = WrittenArguments(arguments)
+        arguments.text = written
+    if _learn(call, where) is not None:
+        raise DataError(f"{where}: a turn is trained on as a whole, got {shown(call)}; {_CURE}")
     more = dict(value) if isinstance(value, Mapping) else {}  # such as the call's id
+    if call is not value:
+        mark_unread(row, call, ("name", "arguments"), "a function")
     if more.get("type") == "function":
         del more["type"]
     extras = {key: extra for key, extra in more.items() if key != "function" and extra is not None}
@@ -406,6 +351,12 @@ class OpenAI(TurnFormat):
 class ShareGPT(TurnFormat):
     """``{"conversations": [{"from": "human", "value": ...}, ...], "system", "tools"}``."""
 
+    more_roles: ClassVar[Mapping[str, Role]] = {
+        "user": "user",
+        "assistant": "assistant",
+        "tool": "tool",
+    }
+
     messages: str | None = "conversations"
     """The turns."""
     role_tag: str = "from"
@@ -417,4 +368,4 @@ class ShareGPT(TurnFormat):
     assistant_tag: str = "gpt"
     """Role of the model."""
     observation_tag: str = "observation"
-    """Role of a function's result."""
+    """Role of a function's result; OpenAI's names of the roles are read too."""

@@ -16,6 +16,7 @@ from ...example import JSON
 Row = Mapping[str, object]
 TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 MARKS = ("kto_tag", "label")  # usual names of a column with true for good responses
+EMPTY: tuple[object, ...] = (None, "", [], {})
 TEMPLATE_ARGUMENTS = "chat_template_kwargs"  # TRL's column, of rows of every format
 Parameters = Mapping[str, tuple[Collection[str], Collection[str]]]  # function -> all, required
 MEANT = ("default", "const", "example", "examples")  # keys of a schema that may have a null
@@ -32,6 +33,22 @@ KEPT = (
 class NothingToLearnError(DataError):
     """A row that is not broken, but has a null where its value belongs, or says itself that it is
     not to be trained on. Such rows are dropped and counted, however many there are."""
+
+
+class MarkedRow(dict[str, object]):
+    """A row that is being read. Who reads the objects in it marks the keys that it passes over."""
+
+    def __init__(self, row: Row) -> None:
+        super().__init__(row)
+        self.unread: dict[str, None] = {}  # such as "detail of a part"
+
+
+def mark_unread(row: Row, value: JSON, read: Collection[str], of: str) -> None:
+    """Mark the keys of ``value``, an object in ``row``, that are not in ``read`` and say
+    something."""
+    if isinstance(row, MarkedRow) and not value.keys() <= set(read):
+        others = (key for key in value if key not in read and value[key] not in EMPTY)
+        row.unread |= {f"{key} of {of}": None for key in others}
 
 
 def text(row: Row, column: str | None) -> str | None:
@@ -64,10 +81,25 @@ def structure(row: Row, column: str | None) -> object:
     return from_json(value, f"column {column!r}") if value.strip() else None
 
 
+def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """An object of JSON, of which Python would keep the last of two values. Raises
+    ``ValueError``."""
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        names = [name for name, _ in pairs]
+        twin = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twin!r} occurs twice in an object; keep one")
+    return members
+
+
+# Made once: ``json.loads`` with a hook makes one each time.
+DECODER = json.JSONDecoder(object_pairs_hook=unique_keys)
+
+
 def from_json(value: str, where: str) -> object:
     """Parse a JSON string."""
     try:
-        return json.loads(value)
+        return DECODER.decode(value)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not valid JSON ({error}): {shown(value)}") from None
 
@@ -80,11 +112,14 @@ def tools(row: Row, column: str | None) -> tuple[JSON, ...]:
     where = f"column {column!r}"
     if not isinstance(value, list):
         raise DataError(f"{where}: expected a list of function schemas, got {shown(value)}")
-    return tuple(_function(item, where) for item in value)
+    return tuple(_function(item, where, row) for item in value)
 
 
-def _function(value: object, where: str) -> JSON:
+def _function(value: object, where: str, row: Row) -> JSON:
     value = from_json(value, where) if isinstance(value, str) else value
+    if isinstance(value, Mapping) and "function" in value:
+        is_usual = value.get("type") == "function"
+        mark_unread(row, value, ("function", "type") if is_usual else ("function",), "a tool")
     schema = value.get("function", value) if isinstance(value, Mapping) else value
     if not isinstance(schema, Mapping) or not isinstance(schema.get("name"), str):
         raise DataError(f"{where}: expected a function schema with a name, got {shown(value)}")
@@ -157,13 +192,13 @@ class Struct(dict[str, object]):
 
 def without_added_nulls(
     row: Row, tools: str | None, turns: Collection[str | None]
-) -> tuple[Row, list[str]]:
+) -> tuple[MarkedRow, list[str]]:
     """The row with its columns of ``tools`` and of ``turns`` as they were before a columnar file,
     and what to say of it."""
-    restored, listed = dict(row), row.get(tools) if tools else None
+    restored, listed = MarkedRow(row), row.get(tools) if tools else None
     columns = {name: row[name] for name in turns if name and isinstance(row.get(name), list | dict)}
     if not columns and not isinstance(listed, list):
-        return row, []  # as every row of plain texts
+        return restored, []  # as every row of plain texts
     parameters, notes = _parameters(row, tools), list[str]()
     for is_exported in (False, True):
         values = _Values(parameters, is_exported=is_exported)

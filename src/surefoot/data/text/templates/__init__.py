@@ -11,7 +11,6 @@ so that the saved template is self-contained. Nothing else is ever added to a co
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -32,8 +31,6 @@ FOLDER = Path(__file__).parent
 AUTO = "auto"
 _HEAD = re.compile(r"\A\{#-?\n(.*?)\n-?#\}\n", re.DOTALL)
 _INCLUDE = re.compile(r'\{%- include "([\w.]+)" %\}\n')
-
-logger = logging.getLogger(__name__)
 
 GIVEN = ("messages", "tools", "documents", "add_generation_prompt")  # by what renders it
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -273,20 +270,12 @@ def with_arguments(source: str, arguments: Mapping[str, object], template: str) 
     return "".join(defaults) + source
 
 
-def check_row_arguments(source: str, arguments: Mapping[str, object], template: str) -> None:
-    """Warn of arguments of a row that ``source`` does not use. Raises ``TemplateError``: one has
-    the name of what is given by whatever renders it."""
-    used_names = set(_NAME.findall(source))
+def check_row_arguments(arguments: Mapping[str, object]) -> None:
+    """Raise ``TemplateError`` if an argument of a row has the name of what is given by whatever
+    renders it."""
     for name in arguments:
         if name in GIVEN:
             raise TemplateError(f"chat_template_kwargs: {name!r} is no argument of a row")
-        if name not in used_names:
-            logger.warning(
-                "chat template %r has no argument %r, so chat_template_kwargs of a row changes "
-                "nothing",
-                template,
-                name,
-            )
 
 
 def _key(name: str) -> str:

@@ -72,6 +72,7 @@ class ResponseLocator:
         for turn in turns:
             _check_written(messages[turn.index], turn)
         check_tools(tools, text)
+        self._renderer.check_written(messages, tools, text)
         return text, turns
 
     def content(self, messages: Dicts, tools: Dicts | None, index: int, whole: str) -> ResponseSpan:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import replace
 from functools import cached_property
 from typing import cast
@@ -20,6 +22,8 @@ Words = tuple[str, str]  # before and after a thought
 USUAL: Words = ("<think>\n", "\n</think>\n\n")
 Probe = Mapping[str, list[dict[str, object]]]  # "messages", "tools"
 
+_SHOWN = 20  # characters of a message that are looked for in its text
+_MANY = 40  # messages, of which short ones, that may stand in another one, are not counted
 _WORD = re.compile(r"\w+")
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TOOL: dict[str, object] = {
@@ -54,6 +58,7 @@ _CALL_TURNS: list[dict[str, object]] = [
     },
     {"role": "tool", "content": "1", "tool_call_id": "call00000", "name": "add"},
 ]
+_WITH_TOOLS: Mapping[str, list[dict[str, object]]] = {"messages": _CALL_TURNS, "tools": [_TOOL]}
 _SYSTEM: dict[str, object] = {"role": "system", "content": "Instruction"}
 # Conversations that show how a template treats the common cases.
 PROBES: Mapping[str, Probe] = {
@@ -80,6 +85,7 @@ class Renderer:
         self.thoughts_field = field_of(source)
         self.has_marks = _MARK.search(source) is not None
         self._words = frozenset(_WORD.findall(source))
+        self._written: dict[tuple[str, str], bool] = {}  # see ``writes``
         names = dict(tokenizer.special_tokens_map)
         self._names: dict[str, object] = {**names}
         added = tokenizer.added_tokens_decoder.values()
@@ -101,6 +107,38 @@ class Renderer:
         """The text of a conversation, and the bounds of its ``{% generation %}`` blocks."""
         return self._render(messages, tools, marks=True)
 
+    def check_written(self, messages: Dicts, tools: Dicts | None, text: str) -> None:
+        """Raise ``TemplateError`` if ``text``, the rendered ``messages``, lacks one of them: most
+        templates do not write a second system message. Of an assistant's turn with calls, some
+        leave out what it says, which is a thought there; responses that are trained are compared
+        in full where they are located."""
+        contents = [answer_in(str(message["content"])).strip() for message in messages]
+        counts, at = Counter(contents), 0
+        for index, (message, content) in enumerate(zip(messages, contents, strict=True)):
+            words = content.partition(MEDIUM)[0][:_SHOWN].rstrip() or content[-_SHOWN:]
+            if not words or MEDIUM in words or message.get("tool_calls"):
+                continue
+            start = text.find(words, at)  # behind the one before, where most are
+            at, is_there = (at, words in text) if start < 0 else (start, True)
+            if (len(content) < _SHOWN or counts[content] > 1) and len(messages) < _MANY:
+                is_there = text.count(words) >= sum(each.count(words) for each in contents)
+            if not is_there and self._leaves_out(messages, tools, index):
+                raise TemplateError(
+                    f"the chat template does not write a message of the {message['role']} behind "
+                    "others; move it, or choose another data.template"
+                )
+
+    def _leaves_out(self, messages: Dicts, tools: Dicts | None, index: int) -> bool:
+        """Whether the content of a message, which its template may write as JSON, say, changes
+        nothing of the text."""
+        content = str(messages[index]["content"])
+        changed = [*messages]
+        changed[index] = {**messages[index], "content": f"{content} {content}."}
+        try:
+            return self.render(changed, tools) == self.render(messages, tools)
+        except TemplateError:
+            return False
+
     def closing_token(self) -> str | None:
         """The token that ends a response, found in a short conversation; None if there is none."""
         probe: Dicts = [*_TURNS[:1], {"role": "assistant", "content": "Answer"}]
@@ -115,6 +153,30 @@ class Renderer:
         """Whether a message's ``key`` may change the text: the template names it, or writes
         messages with all that they have."""
         return key in self._words or self._reads_all
+
+    def writes(self, key: str, of: str) -> bool:
+        """Whether the text shows a ``key`` of the turns of a role, of a ``call``, or of the
+        ``arguments`` of a row: a template may name it for others only."""
+        if of == "arguments" or not self.reads(key):
+            return key in self._words
+        if (key, of) not in self._written:
+            turns = {"messages": [_SYSTEM, *_TURNS]}, {"messages": _TURNS}, _WITH_TOOLS
+            plain = [self._rendered(probe) for probe in turns]
+            changed = [self._rendered(_with_key(probe, key, of)) for probe in turns]
+            self._written[key, of] = plain != changed or not any(plain)
+        return self._written[key, of]
+
+    @cached_property
+    def takes_text(self) -> bool:
+        """Whether arguments of calls are joined to the text as they are, as OpenAI's JSON text
+        (DeepSeek's templates): of an object that writes Python, or fails."""
+        texts = []
+        for arguments in ({"a": 1}, '{"a": 1}'):
+            turns = deepcopy(_CALL_TURNS)
+            call = cast(list[dict[str, dict[str, object]]], turns[1]["tool_calls"])[0]
+            call["function"]["arguments"] = arguments
+            texts.append(self._rendered({"messages": turns}))
+        return (not texts[0] or "{'a': 1}" in texts[0]) and '{"a": 1}' in texts[1]
 
     @cached_property
     def _reads_all(self) -> bool:
@@ -242,9 +304,23 @@ def tool_dicts(tools: Sequence[JSON]) -> list[dict[str, object]]:
     ]
 
 
-def _call_dict(call: JSON) -> dict[str, object]:
+def _with_key(probe: Probe, key: str, of: str) -> Probe:
+    """A conversation with another value of a key in all turns of a role, or in all calls."""
+    turns = deepcopy(probe["messages"])
+    calls = [
+        call for turn in turns for call in cast(list[dict[str, object]], turn.get("tool_calls", []))
+    ]
+    for each in calls if of == "call" else [turn for turn in turns if turn["role"] == of]:
+        each[key] = "call00001"  # Mistral's templates refuse ids that are no nine letters
+    return {**probe, "messages": turns}
+
+
+def _call_dict(call: JSON, renderer: Renderer) -> dict[str, object]:
     """A call in the form that chat templates expect: its id beside ``function``."""
     function = {key: call[key] for key in ("name", "arguments")}
+    if renderer.takes_text:
+        written = getattr(call["arguments"], "text", None)
+        function["arguments"] = written or json.dumps(call["arguments"], ensure_ascii=False)
     more = {key: value for key, value in call.items() if key not in function}
     return {**more, "type": more.get("type", "function"), "function": function}
 
@@ -258,7 +334,7 @@ def _message_dict(message: Message, renderer: Renderer, words: Words) -> dict[st
     elif message.reasoning:
         fields["content"] = with_thought(message, words)
     if message.tool_calls:
-        fields["tool_calls"] = [_call_dict(call) for call in message.tool_calls]
+        fields["tool_calls"] = [_call_dict(call, renderer) for call in message.tool_calls]
     return fields
 
 
