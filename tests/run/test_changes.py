@@ -16,8 +16,8 @@ from project import Project, checkpoints, final_weights, losses
 from surefoot.errors import ModelError, RecipeError, RunError, SurefootError
 from surefoot.optim import OPTIMIZERS
 from surefoot.optim._variants.adamw import AdamW
+from surefoot.recipe.changes import compare_with_checkpoint, refuse_in_own, say
 from surefoot.recipe.recipe import changes, greater_is_better, read
-from surefoot.run.changes import compare_with_checkpoint, refuse_in_own, say
 from surefoot.schema import FROM_HERE, KEPT
 from surefoot.training.callback import TrainerState
 from surefoot.training.evaluation import settle_best
@@ -64,6 +64,7 @@ def outcomes(before, now, tmp_path, caplog):
 
 
 PLANTED = {"optim": {"planted": {"learning_rate": 1e-3}}}
+EVALUATED = {"train.eval_steps": 2, "data.val_size": 0.1}
 CHANGES = {
     "train.log_steps": (7, "", ""),
     "parallel.timeout": (60, "", ""),
@@ -87,7 +88,7 @@ def test_what_a_change_means_is_what_its_setting_says(path, tmp_path, caplog, mo
     """In the run's own folder, and in a new one; ``planted`` is nobody's that the code knows."""
     monkeypatch.setitem(OPTIMIZERS.own, "planted", Planted)
     value, *expected = CHANGES[path]
-    common = PLANTED if "planted" in path else {}
+    common = PLANTED if "planted" in path else EVALUATED if "metric" in path else {}
     found = outcomes(recipe(**common), recipe(**common, **{path: value}), tmp_path, caplog)
     for want, got in zip(expected, found, strict=True):
         assert want in got and (want or not got), found

@@ -402,6 +402,17 @@ def greater_is_better(recipe: Recipe, metric: str | None = None) -> bool | None:
     return is_greater_better(type(recipe.stage), metric, names)
 
 
+def refuse_unknown_metric(recipe: Recipe) -> None:
+    """Raise ``RecipeError`` if evaluations cannot be compared."""
+    train = recipe.train
+    is_evaluated = train.eval_steps or train.eval_minutes or train.eval_epoch
+    if is_evaluated and greater_is_better(recipe) is None:
+        raise RecipeError(
+            f"train.metric_for_best_model: the stage does not say whether greater values of "
+            f"{train.metric_for_best_model} are better; set train.greater_is_better"
+        )
+
+
 def dump(recipe: Recipe) -> str:
     """The recipe as YAML with all settings; ``load`` returns an equal recipe."""
     return emit(schema.write(recipe))

@@ -32,6 +32,7 @@ from ..extensions import Extended
 from ..log import fell_back
 from ..parallel.section import launched
 from ..parallel.world import ALONE, World
+from ..recipe.changes import changes_in, refuse_in_own, say
 from ..recipe.files import RUN_RECIPE, is_run
 from ..recipe.recipe import Recipe, load
 from ..storage.child import LAUNCHER
@@ -51,7 +52,6 @@ from ..storage.remote import Address, is_address
 from ..training.callback import TrainerCallback
 from ..training.callbacks.launches import forget_stop_request, is_alive, last_heartbeat
 from ..training.section import TrainSection
-from .changes import changes_in, refuse_in_own, say
 
 logger = logging.getLogger(__name__)
 SizeChoice = Callable[[Recipe, World], int]  # from a recipe and the ranks that train it
@@ -366,11 +366,6 @@ def _requested_checkpoint(
     if folder.away is not None and remote.parent == folder.away.address:
         return folder.away.get(remote.name)
     return stores().fetch(remote, cache_dir, seconds=section.remote_seconds)
-
-
-def lineage_of(recipe: Recipe) -> str:
-    """A hash of the settings on which the weights after a number of steps depend."""
-    return hash_of_settings(recipe, has_plateau=recipe.optim.follows_evaluations)
 
 
 def hash_of_settings(section: object, *, has_plateau: bool = False) -> str:

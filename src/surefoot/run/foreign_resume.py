@@ -27,11 +27,8 @@ from ..network.method import Weights
 from ..optim import OPTIMIZERS
 from ..optim.bf16_weights import rule_of
 from ..recipe.files import read_adapter
-from ..recipe.recipe import Recipe
 from ..storage import files
 from ..training.trainer import Trainer
-
-_MOMENTS = "adamw"  # the optimizer whose moments all of them save
 
 
 class ForeignTrainer(ABC):
@@ -42,6 +39,9 @@ class ForeignTrainer(ABC):
 
     needs_base: ClassVar[bool]
     """Whether the weights of the base must be loaded before its checkpoint is."""
+
+    optimizer: ClassVar[str] = "adamw"
+    """The optimizer whose moments it saves."""
 
     @abstractmethod
     def recognise(self, folder: Path) -> bool:
@@ -64,20 +64,18 @@ class ForeignTrainer(ABC):
         """Refuse what headers show, before the data is encoded; by default nothing."""
         return
 
-    def recipe(self, folder: Path, recipe: Recipe) -> Recipe:
-        """``recipe`` with the settings that its checkpoint says it was trained with: the moments
-        are AdamW's, and an adapter acts by some of its settings."""
-        optim: Any = recipe.optim
-        method: Any = recipe.method
-        if schema.variant_name(OPTIMIZERS, optim) != _MOMENTS:
-            optim = OPTIMIZERS[_MOMENTS]()
+    def trained_with(self, folder: Path, optim: Any, method: Any) -> tuple[Any, Any]:
+        """Optimizer and method with the settings that its checkpoint says it was trained with: it
+        has the moments of one optimizer, and an adapter acts by some of its settings."""
+        kind = OPTIMIZERS[self.optimizer]
+        optim = optim if type(optim) is kind else kind()
         adapter = read_adapter(folder)
         with contextlib.suppress(ValueError, TypeError):  # of another kind: its weights are refused
             continued = method if adapter is None else method.continued(adapter)
             cls: type = type(method)
             kept = [name for name, each in schema.settings(cls).items() if each.kept]
             method = replace(method, **{name: getattr(continued, name) for name in kept})
-        return replace(recipe, optim=optim, method=method)
+        return optim, method
 
     @abstractmethod
     def load(self, folder: Path, trainer: Trainer, *, base: Path, trust_pickle: bool) -> None:

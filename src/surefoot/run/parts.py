@@ -33,7 +33,14 @@ from ..network.early import refuse_early
 from ..optim.optimizer import Optimizer
 from ..parallel.section import ParallelSection
 from ..parallel.world import World
-from ..recipe.recipe import Recipe, dump, greater_is_better, with_metric
+from ..recipe.changes import compare_with_checkpoint, recipe_of
+from ..recipe.recipe import (
+    Recipe,
+    dump,
+    greater_is_better,
+    refuse_unknown_metric,
+    with_metric,
+)
 from ..recipe.recipe_data import (
     build_codec,
     encoding_of,
@@ -51,10 +58,9 @@ from ..training.trainer import Trainer
 from ..training.views import Shown
 from ._encoder_worker import EncoderWorker
 from .bases import find_bases
-from .changes import compare_with_checkpoint, recipe_of
 from .code_files import NAME as CODE
 from .code_files import check_code, code_of
-from .folder import hash_of_settings, lineage_of
+from .folder import hash_of_settings
 from .foreign_resume import ForeignTrainer, detect_trainer
 from .from_python import AS_IN_THE_RECIPE, StageParts
 from .models import NO_FOLDERS, ModelParts, RunModels, refuse_other_tokens
@@ -89,7 +95,11 @@ class Start:
     def compare(self, recipe: Recipe) -> None:
         """Say what has changed since it was saved. Raises ``RunError`` for what must not."""
         writer = self.writer
-        before = recipe_of(self.folder) if writer is None else writer.recipe(self.folder, recipe)
+        if writer is None:
+            before = recipe_of(self.folder)
+        else:
+            optim, method = writer.trained_with(self.folder, recipe.optim, recipe.method)
+            before = replace(recipe, optim=optim, method=method)
         weights = "model.path" if recipe.method.saves_base_model else "model.adapter"
         if before is not None:
             compare_with_checkpoint(self.folder, before, recipe, weights)
@@ -151,7 +161,7 @@ class RunParts:
         codec = build_codec(recipe, bases.policy.folder)
         if start is not None and is_recorded:
             world.on_main(partial(start.compare, written))
-        _refuse_unknown_metric(recipe)
+        refuse_unknown_metric(recipe)
         parts = cls.around(recipe, codec, bases.policy, bases.folders, written=written)
         if start is None:
             # Truncated weights and tokens without embeddings were once found after hours of
@@ -202,7 +212,7 @@ class RunParts:
             encoder=EncoderWorker(partial(dump, replace(recipe, model=model))),
             base=base,
             text=dump(written),
-            lineage=lineage_of(written),
+            lineage=hash_of_settings(written, has_plateau=written.optim.follows_evaluations),
             arguments=argument_values(recipe.model, recipe.train, recipe.optim, recipe.checkpoint),
         )
 
@@ -307,17 +317,6 @@ class RunParts:
         packed = replace(self.collation, collate=collate)  # conversations, in any stage
         padded, items = replace(packed, packing=False), self.codec.picture_probe()
         return [Probe(packed.batch(items).read(), [padded.batch([item]).read() for item in items])]
-
-
-def _refuse_unknown_metric(recipe: Recipe) -> None:
-    """Raise ``RecipeError`` if evaluations cannot be compared."""
-    train = recipe.train
-    is_evaluated = train.eval_steps or train.eval_minutes or train.eval_epoch
-    if is_evaluated and greater_is_better(recipe) is None:
-        raise RecipeError(
-            f"train.metric_for_best_model: the stage does not say whether greater values of "
-            f"{train.metric_for_best_model} are better; set train.greater_is_better"
-        )
 
 
 def collation_of(stage: Stage, codec: Codec | None = None, *, packing: bool) -> Collation:

@@ -265,9 +265,9 @@ def _format(columns: Row) -> Format | None:
     form = _form_by_columns(columns)
     is_single = "image" in columns and columns.get("images") is None
     # LLaVA's, and many on the hub: one picture
-    if form is None or not is_single or isinstance(form, TokenIds):
+    if form is None or not is_single or "images" not in {field.name for field in fields(form)}:
         return form
-    return replace(form, images="image")
+    return replace(form, images="image")  # type: ignore[arg-type]
 
 
 def _form_by_columns(columns: Row) -> Format | None:

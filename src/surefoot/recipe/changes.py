@@ -14,8 +14,8 @@ from pathlib import Path
 
 from ..errors import RecipeError, RunError
 from ..model.base_identity import is_new
-from ..recipe.files import RUN_RECIPE
-from ..recipe.recipe import Recipe, RecipeChange, changes, load
+from .files import RUN_RECIPE
+from .recipe import Recipe, RecipeChange, changes, load
 
 logger = logging.getLogger(__name__)
 _SHOWN = 4
