@@ -277,6 +277,7 @@ def test_changes_are_named_by_path_with_both_values():
     assert list(map(str, changes(old, new))) == [
         "data.datasets: ['d'] -> ['d', 'e']",
         "method.lora.rank: 8 -> 4",
+        "method.lora.alpha: 16 -> 8",
         "optim.adamw.beta1: 0.9 -> 0.5",
     ]
 

@@ -66,8 +66,8 @@ ALONE = {
     "Lion": "beta1 beta2",
     "AdEMAMix": "beta1 beta3 alpha ramp_steps",
     "Adafactor": "beta2_decay max_update_rms min_scale",
-    "LowRank": "rank update_gap",
-    "Apollo": "scale scaling seed",
+    "LowRank": "rank",
+    "Apollo": "scale scaling seed update_gap",
     "GaLore": "scale update_gap",
     "ScheduleFree": "schedule beta1",
     "CheckpointSection": "save_steps save_minutes save_epoch keep resume "

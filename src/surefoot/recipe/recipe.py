@@ -459,7 +459,10 @@ def _changes(
         else:
             is_same = _is_same(before, after)
         if not is_same:
-            old_value, new_value = (schema.write_setting(setting, x) for x in (before, after))
+            values = [schema.write_setting(setting, each) for each in (before, after)]
+            if kept and kept.value and values[0] == values[1]:  # unset, and follows another one
+                values = [kept.value(old), kept.value(new)]
+            old_value, new_value = values
             place = schema.dotted(here)
             yield RecipeChange(place, old_value, new_value, means, kept is not None)
 
