@@ -265,9 +265,10 @@ def _format(columns: Row) -> Format | None:
     form = _form_by_columns(columns)
     is_single = "image" in columns and columns.get("images") is None
     # LLaVA's, and many on the hub: one picture
-    if form is None or not is_single or "images" not in {field.name for field in fields(form)}:
+    if form is None or not is_single or not hasattr(form, "images"):
         return form
-    return replace(form, images="image")  # type: ignore[arg-type]
+    settings: dict[str, Any] = {"images": "image"}
+    return replace(form, **settings)
 
 
 def _form_by_columns(columns: Row) -> Format | None:
