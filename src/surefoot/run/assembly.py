@@ -42,7 +42,7 @@ from .policy import (
     compare_read,
     end_with_responses,
     open_policy,
-    read_beside,
+    read_besides,
     settle_packing,
 )
 
@@ -86,7 +86,7 @@ def build(
     others = open_models(parts.models, separate_roles(parts.models, policy), parts.codec, world)
     networks = with_auxiliary(parts.models, policy, others)
     saver = build_saver(parts, policy, listeners)
-    read = read_beside(parts, policy, data)
+    read = read_besides(parts, policy, data)
     end_with_responses(policy, parts.codec)  # the files beside the weights have their own
     trainer = build_trainer(
         parts, networks, columns.joined(), saver, callbacks, feeder, trial=trial

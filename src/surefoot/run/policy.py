@@ -139,7 +139,7 @@ STOPS = "what ends a response (eos_token_id in generation_config.json)"
 TEXT = "how tokens become text (tokenizer.json, tokenizer_config.json)"
 
 
-def read_beside(parts: RunParts, policy: Network, data: AnyData) -> dict[str, str]:
+def read_besides(parts: RunParts, policy: Network, data: AnyData) -> dict[str, str]:
     """Hashes of what is read at training time beside the weights and rows of a run, by a name."""
     read, codec = dict[str, str](), parts.codec
     if codec.media is not None and data.has_pictures:

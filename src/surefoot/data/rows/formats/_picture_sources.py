@@ -1,4 +1,4 @@
-"""Where the pictures of a row are: in a column, in parts of its turns, at marks in their texts."""
+"""Where the pictures of a row are: in a column, as part of a turn, at a mark in a text."""
 
 from __future__ import annotations
 

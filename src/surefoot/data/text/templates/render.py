@@ -110,7 +110,7 @@ class Renderer:
     def check_written(self, messages: Dicts, tools: Dicts | None, text: str) -> None:
         """Raise ``TemplateError`` if ``text``, the rendered ``messages``, lacks one of them: most
         templates do not write a second system message. Of an assistant's turn with calls, some
-        leave out what it says, which is a thought there; responses that are trained are compared
+        drop what it says, which is a thought there; responses that are trained are compared
         in full where they are located."""
         contents = [answer_in(str(message["content"])).strip() for message in messages]
         counts, at = Counter(contents), 0
