@@ -22,8 +22,8 @@ _SHOWN = 4
 
 
 def changes_in(folder: Path, before: Recipe, now: Recipe) -> list[RecipeChange]:
-    """The changes of a run that continues in ``folder``: its new weights may have moved with it, and
-    ``auto`` is the size of micro-batches that it has chosen."""
+    """The changes of a run that continues in ``folder``: its new weights may have moved with it,
+    and ``auto`` is the size of micro-batches that it has chosen."""
     found = [change for change in changes(before, now) if not _has_moved(change, folder)]
     is_chosen = now.train.micro_batch_size == "auto"
     return [c for c in found if not (is_chosen and c.path == "train.micro_batch_size")]
