@@ -43,6 +43,7 @@ CODEC = SimpleNamespace(
     section=SimpleNamespace(longest=128, cutoff_len=128),
     fingerprint="numbers",
     media=None,
+    reads=lambda key, of: False,
 )
 
 

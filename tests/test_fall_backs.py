@@ -41,6 +41,7 @@ ANSWERS = {  # what is caught there is an answer, or said by others; no slower w
     "model/base_identity.py: _indexed": "no index: files by their names",
     "run/code_files.py: code_of": "a callback that was typed at a prompt has no file",
     "run/foreign_resume.py: trained_with": "an adapter of another kind, whose weights are refused",
+    "network/shard_loading.py: _vocabulary_matrices": "a stage of a pipeline without them",
     "training/out_of_memory.py: _read": "sizes that are found again",
     "model/base_identity.py: parsed": "no record of an old checkpoint",
     "model/config.py: size_of": "a configuration without the size",

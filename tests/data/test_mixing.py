@@ -11,6 +11,7 @@ import pytest
 
 from surefoot.data.data_order import Mixing, mixed
 from surefoot.data.rows.catalog import Catalog
+from surefoot.data.rows.rows import ANY
 from surefoot.data.section import DataSection
 from surefoot.data.training_data import (
     Encoding,
@@ -97,7 +98,7 @@ def test_a_stream_has_the_same_order(section, strategy, probabilities):
     mixing = Mixing(strategy, probabilities, 3)
     data = section(mix_strategy=strategy, interleave_probs=probabilities, streaming=True)
     entries = Catalog(data).entries
-    found = [row.origin.split(":") for row in mixed_rows(mixing, entries, data)]
+    found = [row.origin.split(":") for row in mixed_rows(mixing, entries, data, ANY)]
     which, rows = mixed(mixing, (5, 7, 6))  # of a stream, num_samples takes the first rows
     assert [("abc".index(n), int(i)) for n, i in found] == list(zip(which, rows, strict=True))
 

@@ -123,6 +123,7 @@ def stopped(tmp_path_factory):
             folder = tmp_path_factory.mktemp("base")
             project = Project(folder, checkpoint={"save_steps": 2}, **BASES[name])
             project.sections["train"]["max_steps"] = 4
+            project.sections["optim"] = BASES[name].get("optim", project.sections["optim"])
             project.write()
             surefoot.train(project.recipe)
             shutil.copytree(project.run, folder / "whole")

@@ -125,7 +125,10 @@ class Ring:
         self.ring = self
 
 
-def test_a_collection_inside_walks_only_what_was_made_inside():
+def test_a_collection_inside_walks_only_what_was_made_inside(request):
+    if gc.get_freeze_count():  # the process of these tests has set its modules aside
+        request.addfinalizer(gc.freeze)
+        gc.unfreeze()
     old = weakref.ref(Ring())
     with only_new_collected():
         new = weakref.ref(Ring())

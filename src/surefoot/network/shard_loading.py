@@ -11,6 +11,7 @@ rank's boxes. A ``Reader`` hides where the values of a tensor come from.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -133,8 +134,7 @@ class MetaModel:
     ) -> tuple[nn.Module, ShardLoader]:
         """The model with ``method`` applied, and the loaders of its values."""
         base_readers: dict[torch.Tensor, Reader] = {}
-        embeddings = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
-        matrices = {id(getattr(module, "weight", None)) for module in embeddings}
+        matrices = {id(weight) for weight in _vocabulary_matrices(self.model)}
         for name, tensor in kept_tensors(self.model):
             # by its name: what has been put in the place of a tensor since, grown or copied
             if file_name := self.stored.get(tensor) or self.names.get(name):
@@ -166,6 +166,15 @@ class MetaModel:
         if not rows:
             return partial(_read_as, self.source, file_name, tensor.dtype)
         return _GrownEmbedding(self.source, file_name, tuple(tensor.shape), tensor.dtype, rows)
+
+
+def _vocabulary_matrices(model: PreTrainedModel) -> list[torch.Tensor]:
+    """The matrices with a row for each token; a stage of a pipeline may have neither."""
+    modules = list[nn.Module | None]()
+    for find in (model.get_input_embeddings, model.get_output_embeddings):
+        with contextlib.suppress(NotImplementedError, AttributeError):
+            modules.append(find())
+    return [m.weight for m in modules if isinstance(getattr(m, "weight", None), torch.Tensor)]
 
 
 def _restore_constants(policy: nn.Module, captured: CapturedInit) -> None:

@@ -49,7 +49,7 @@ from ..storage.child import LAUNCHER
 from ..storage.files import is_one_place
 from ..storage.remote import MODELSCOPE, OPENMIND, is_address, is_switched_on
 from ..training.section import TrainSection
-from ..training.stage import Stage, is_greater_better
+from ..training.stage import Stage, is_greater_better, metrics_of
 from .files import SUFFIXES, read_text, recipe_in
 from .overrides import Overrides, idle_settings, override, put
 from .yaml import Document, emit, parse
@@ -384,10 +384,10 @@ def _with_places(recipe: Recipe, base_of: BaseOf) -> Recipe:
 
 
 def with_metric(recipe: Recipe) -> Recipe:
-    """The recipe with the stage's metric of the best checkpoint, unless it names one."""
-    if not isinstance(recipe.train.metric_for_best_model, UnsetText):
+    """The recipe with the stage's metric of the best checkpoint, unless it names another one."""
+    metric, named = UnsetText(f"eval_{recipe.stage.metric}"), recipe.train.metric_for_best_model
+    if not isinstance(named, UnsetText) and named != metric:
         return recipe
-    metric = UnsetText(f"eval_{recipe.stage.metric}")
     return replace(recipe, train=replace(recipe.train, metric_for_best_model=metric))
 
 
@@ -407,9 +407,11 @@ def refuse_unknown_metric(recipe: Recipe) -> None:
     train = recipe.train
     is_evaluated = train.eval_steps or train.eval_minutes or train.eval_epoch
     if is_evaluated and greater_is_better(recipe) is None:
+        names = [f"eval_{name}" for name in metrics_of(type(recipe.stage))]
         raise RecipeError(
-            f"train.metric_for_best_model: the stage does not say whether greater values of "
-            f"{train.metric_for_best_model} are better; set train.greater_is_better"
+            "train.metric_for_best_model: the stage has no metric "
+            f"{str(train.metric_for_best_model)!r}; expected one of {', '.join(names)}; for one of "
+            "your own, say by train.greater_is_better whether greater values are better"
         )
 
 

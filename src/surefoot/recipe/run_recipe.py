@@ -100,15 +100,10 @@ def prune_options(folder: Path, options: Mapping[str, Any]) -> PruneOptions:
         greater = train.get("greater_is_better")
     if greater is None:
         greater = _is_greater_better(str(metric), sections)
-    if greater is None:
-        raise CheckpointError(
-            f"--metric: whether greater values of {metric} are better is not known; add --greater "
-            "or --smaller"
-        )
     return PruneOptions(
         dataclasses.replace(section.rule(), **chosen),
         str(metric),
-        bool(greater),
+        greater,
         section.resume,
     )
 

@@ -186,7 +186,9 @@ class RunParts:
         """The parts of ``recipe`` around a model that is known, or open, already. ``written`` is
         what a file can say of it, if a program has put parts of its own into its stage."""
         written = written or recipe
-        train = replace(recipe.train, greater_is_better=greater_is_better(recipe))
+        metric = str(recipe.train.metric_for_best_model)  # plain text, as a state contains it
+        is_greater = greater_is_better(recipe)
+        train = replace(recipe.train, greater_is_better=is_greater, metric_for_best_model=metric)
         recipe = replace(recipe, train=train)
         base = BaseModel(recipe.model, base) if isinstance(base, Path) else base
         options = NetworkOptions(

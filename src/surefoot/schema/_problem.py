@@ -15,6 +15,7 @@ from typing import Any
 from pydantic_core import ErrorDetails
 
 from ._setting import (
+    UNSET,
     Keys,
     Setting,
     describe,
@@ -82,7 +83,7 @@ def _idle(
         if is_section(value):
             variant = (variant_name(setting.choices, value),) if setting.choices else ()
             yield from _idle(root, value, (*here, *variant), is_said)
-        if needs is None or value == setting.default:
+        if needs is None or value == setting.default or isinstance(value, UNSET):
             continue
         others = needs.paths(path)
         holders = [section if way[:-1] == path else root for way in others]

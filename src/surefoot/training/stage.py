@@ -212,6 +212,11 @@ def is_greater_better(stage: type[Stage], metric: str, datasets: Iterable[str]) 
     return next((is_so for n in names for rule, is_so in rules if fnmatchcase(n, rule)), None)
 
 
+def metrics_of(stage: type[Stage]) -> list[str]:
+    """The metrics of which ``stage`` says whether greater values are better."""
+    return sorted({**LOSSES, **stage.better_if_greater})
+
+
 def auxiliary_models(stage: Stage, when: Literal["ahead", "window"]) -> dict[str, AuxiliaryModel]:
     """The auxiliary models of a stage that compute ``when``, by role."""
     return {role: model for role, model in stage.auxiliary.items() if model.when == when}

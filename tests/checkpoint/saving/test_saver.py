@@ -303,7 +303,7 @@ def test_without_room_or_shared_memory_training_waits_and_is_told_once(
         for step in (1, 2):
             saver.save(step, weights(step))
             assert steps(tmp_path)[-1] == step
-    assert caplog.text.count("training waits for every save") == 1
+    assert caplog.text.count("training wait for every save") == 1
 
 
 @pytest.mark.parametrize(("free", "fitting"), [(3.5, 3), (2.5, 2), (40, 4)])

@@ -91,7 +91,8 @@ def test_training_data_may_vary_if_the_held_out_rows_do_not(choose):
     held_out = {**RECIPE["data"], "eval_datasets": ["held"]}
     assert choose("data.datasets=[a],[a,b]", data=held_out, train=TRAIN) == LAST
     assert choose("data.shuffle=true,false", data=DATA, train=TRAIN) == LAST
-    assert choose("data.mix_strategy=concat,interleave_once", data=DATA, train=TRAIN) == LAST
+    two = {**DATA, "datasets": ["a", "b"]}
+    assert choose("data.mix_strategy=concat,interleave_once", data=two, train=TRAIN) == LAST
     with pytest.raises(RecipeError, match=r"does not compare"):
         choose("data.datasets=[a],[a,b]", data=DATA, train=TRAIN)
 

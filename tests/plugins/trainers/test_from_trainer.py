@@ -341,6 +341,7 @@ def test_a_best_that_could_not_be_loaded_at_the_end_is_looked_for_anew(full, the
     section = replace(trainer.section, load_best_model_at_end=True)
     trainer = replace(trainer, section=section)
     load(theirs, trainer)
+    trainer.settle_best()
     assert (trainer.state.best_metric, trainer.state.best_global_step) == (None, None)
 
 

@@ -163,7 +163,7 @@ def test_an_axis_that_the_plan_does_not_know_is_refused_above_1(size, project, m
     monkeypatch.setattr(section.ParallelSection, "cp", size, raising=False)
     recipe = load(project.recipe)
     if size == 1:
-        assert rank_memory.mesh_of(recipe, Machine(2, on_gpu=False)).num_processes == 2
+        assert rank_memory.mesh_of(recipe.parallel, Machine(2, on_gpu=False)).num_processes == 2
         return
     with pytest.raises(RecipeError, match=r"parallel\.cp: .* is not estimated; leave it at 1"):
         plan(project, machine=Machine(4, on_gpu=False))

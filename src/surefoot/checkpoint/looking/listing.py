@@ -247,7 +247,7 @@ class PruneOptions:
 
     rule: RetentionPolicy
     metric: str
-    greater: bool
+    greater: bool | None  # None: nobody says whether greater values are better
     resume: str = "auto"
 
 
@@ -326,7 +326,7 @@ def plan_pruning(folder: Path, options: PruneOptions) -> PrunePlan:
         options.rule,
         now=time.time(),
         metrics=metrics,
-        greater=options.greater,
+        greater=bool(options.greater),
         protected=protected,
     )
     planned = [
@@ -357,6 +357,11 @@ def _metrics(lines: Sequence[CheckpointLine], options: PruneOptions) -> dict[int
         near = difflib.get_close_matches(options.metric, logged_names, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(logged_names)}"
         raise CheckpointError(f"--metric: {options.metric!r} was never logged; {hint}")
+    if metrics and options.greater is None:
+        raise CheckpointError(
+            f"--metric: whether greater values of {options.metric} are better is not known; add "
+            "--greater or --smaller"
+        )
     return metrics
 
 
