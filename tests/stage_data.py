@@ -36,9 +36,19 @@ SETTINGS = {
     "distill": {"on_policy": 0.5, "max_new_tokens": 5, "sft_weight": 0.5},
 }
 DATASETS = {"dpo": "pairs", "rm": "pairs", "kto": "marked"}  # of the others: sums
+
+
 # of numbers as words; each token is its own number
+class _Tokenizer:
+    def __len__(self):
+        return 64
+
+    def decode(self, ids, **_):
+        return " ".join(map(str, ids))
+
+
 CODEC = SimpleNamespace(
-    tokenizer=SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids))),
+    tokenizer=_Tokenizer(),
     stop_token_ids=(),
     section=SimpleNamespace(longest=128, cutoff_len=128),
     fingerprint="numbers",

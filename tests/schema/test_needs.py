@@ -54,8 +54,8 @@ ALONE = {
     "kl_horizon kl_estimator whiten_advantages whiten_rewards normalize_scores clip_scores "
     "missing_end_penalty",
     "Distill": "teacher divergence temperature sft_weight on_policy max_new_tokens sampler",
-    "TrainSection": "output_dir max_steps global_batch_size micro_batch_size seed precision "
-    "deterministic max_grad_norm on_nan on_out_of_memory log_steps log_minutes log_epoch "
+    "TrainSection": "output_dir cache_dir max_steps global_batch_size micro_batch_size seed "
+    "precision deterministic max_grad_norm on_nan on_out_of_memory log_steps log_minutes log_epoch "
     "eval_steps eval_minutes eval_epoch load_best_model_at_end early_stopping_patience callbacks "
     "extra report_to run_name webhook push_to_hub",
     "Optimizer": "learning_rate learning_rates schedule warmup_steps offload_state weight_decay",

@@ -70,7 +70,7 @@ def between_logs(gpu):
     return [
         wait
         for wait in gpu.waits
-        if wait.functions & {"_step", "next_turn"} and not wait.functions & {"prepare", *ONCE}
+        if wait.functions & {"_turn", "next_turn"} and not wait.functions & {"prepare", *ONCE}
     ]
 
 

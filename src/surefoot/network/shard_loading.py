@@ -170,11 +170,11 @@ class MetaModel:
 
 def _vocabulary_matrices(model: PreTrainedModel) -> list[torch.Tensor]:
     """The matrices with a row for each token; a stage of a pipeline may have neither."""
-    modules = list[nn.Module | None]()
+    weights = list[torch.Tensor]()
     for find in (model.get_input_embeddings, model.get_output_embeddings):
         with contextlib.suppress(NotImplementedError, AttributeError):
-            modules.append(find())
-    return [m.weight for m in modules if isinstance(getattr(m, "weight", None), torch.Tensor)]
+            weights.append(find().weight)
+    return weights
 
 
 def _restore_constants(policy: nn.Module, captured: CapturedInit) -> None:

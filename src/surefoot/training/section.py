@@ -50,9 +50,7 @@ class TrainSection:
     output_dir: Annotated[Address | Path, FREE]  # a URL first: any text is a path
     """Folder of the run: checkpoints, ``metrics.jsonl``, ``recipe.yaml``. Relative to the current
     folder; or the URL of a folder in a store (``s3://bucket/run``, ``gs://…``)."""
-    cache_dir: Annotated[
-        Path | None, FREE, Needs(("output_dir", "checkpoint.resume"), (Address,))
-    ] = None
+    cache_dir: Annotated[Path | None, FREE] = None
     """The local folder of runs with a URL; unset, ``surefoot/runs`` in the user's cache folder
     (``XDG_CACHE_HOME``, or ``~/.cache``).
     """
