@@ -7,6 +7,7 @@ import pytest
 from surefoot.data.example import Message
 from surefoot.data.rows.formats._alpaca import Alpaca
 from surefoot.data.rows.formats._turns import OpenAI, ShareGPT
+from surefoot.data.rows.rows import parse_row
 from surefoot.errors import DataError
 
 ROW = {"instruction": "Add the numbers.", "input": "2 3", "output": "5"}
@@ -348,3 +349,18 @@ RANKING, TAGGED = Alpaca(ranking=True), Alpaca(kto_tag="good")
 def test_a_bad_row_says_where_and_why(form, row, reason):
     with pytest.raises(DataError, match=reason):
         form.read(row)
+
+
+class Array:
+    """As numpy's: no value of its own is equal to itself, and none is true or false."""
+
+    def __ne__(self, _):
+        raise ValueError("the truth of an array is ambiguous")
+
+
+def test_nan_is_a_missing_value_and_nothing_else_is_compared():
+    """pandas writes NaN for what is missing; a comparison of pictures reads all their pixels."""
+    row = {"prompt": "Hi", "response": "Ho", "system": float("nan"), "other": Array()}
+    example = parse_row(Alpaca(prompt="prompt", response="response"), row)
+    assert [message.role for message in example.messages] == ["user", "assistant"]
+    assert example.columns["system"] is None and example.columns["other"] is row["other"]

@@ -1,11 +1,14 @@
 """Functions that a recipe names are checked first, and recorded in every checkpoint."""
 
 import contextlib
+import importlib.util
 import json
 import logging
 import os
 import re
 import socket
+import sys
+import types
 
 import pytest
 
@@ -14,8 +17,9 @@ from commands import refused
 from each import some
 from project import Project, checkpoints
 from stage_data import REWARD, written
+from surefoot.checkpoint.section import CheckpointSection
 from surefoot.errors import RunError
-from surefoot.run.code_files import NAME
+from surefoot.run.code_files import NAME, code_of
 from surefoot.training.callback import TrainerCallback
 
 
@@ -118,3 +122,20 @@ def test_an_environment_answers_before_its_reward_is_tried(tmp_path):
         RunError, match=r"rewards.py:Solver: sums:0 .*KeyError: 'goal' \(rewards.py"
     ):
         surefoot.train(made.recipe)
+
+
+def test_the_code_of_an_installed_callback_is_not_recorded_and_that_of_a_users_file_is(tmp_path):
+    """An upgrade of Surefoot, or of a plugin, is not another run."""
+    (tmp_path / "beside.py").write_text("X = 1\n")
+    (tmp_path / "mine.py").write_text("import beside\nclass Mine: ...\n")
+    spec = importlib.util.spec_from_file_location("mine", tmp_path / "mine.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["mine"], sys.modules["beside"] = module, types.ModuleType("beside")
+    try:
+        spec.loader.exec_module(module)
+        recorded = json.loads(
+            code_of(CheckpointSection(), [TrainerCallback(), module.Mine()])[NAME]
+        )
+    finally:
+        del sys.modules["mine"], sys.modules["beside"]
+    assert set(recorded) == {str(tmp_path / "mine.py"), str(tmp_path / "beside.py")}

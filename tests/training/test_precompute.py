@@ -67,6 +67,16 @@ def test_a_torn_piece_is_none(size, kept, tmp_path):
     assert is_known(tmp_path, items(3)) == [False]
 
 
+def test_a_file_that_is_there_and_cannot_be_used_is_named(kept, tmp_path, caplog):
+    """To compute it again may take hours."""
+    kept.write_bytes(b"x")
+    assert is_known(tmp_path, items(3)) == [False]
+    assert f"{kept} cannot be used" in caplog.text
+    kept.unlink()
+    caplog.clear()
+    assert is_known(tmp_path, items(3)) == [False] and not caplog.text
+
+
 def test_a_flipped_bit_is_noticed(kept, tmp_path):
     whole = bytearray(kept.read_bytes())
     at = whole.index(np.repeat(np.arange(3, dtype=np.float32), 2).tobytes()) + 5

@@ -23,6 +23,7 @@ from ..training.rewards import FunctionReward, RewardProcess
 from .from_python import AS_IN_THE_RECIPE, GIVEN, StageParts
 
 logger = logging.getLogger(__name__)
+_PACKAGE = Path(__file__).parent.parent
 NAME = "code.json"  # in a checkpoint: the functions of the recipe, and the hashes of their files
 
 
@@ -38,8 +39,10 @@ def code_of(
         digests |= {str(file): _hash(file) for file in _modules(path.file)[1:]}
     for callback in callbacks:
         with suppress(OSError, TypeError):  # typed at a prompt
-            found = _modules(Path(inspect.getfile(type(callback))))
-            digests |= {str(file): _hash(file) for file in found}
+            file = Path(inspect.getfile(type(callback)))
+            # Of what is installed, the version tells, and an upgrade is not another run.
+            if "site-packages" not in file.parts and not file.is_relative_to(_PACKAGE):
+                digests |= {str(each): _hash(each) for each in _modules(file)}
     return {NAME: json.dumps(digests, indent=2, sort_keys=True).encode()} if digests else {}
 
 

@@ -57,11 +57,8 @@ def standard_callbacks(
     if not world.is_main:
         return members
     folder = section.folder
-    members += [
-        Jsonl(folder / METRICS),
-        Screen(Console(markup=False, stderr=True)),
-        Plot(folder / PLOT),
-    ]
+    screen = Screen(Console(markup=False, stderr=True))
+    members += [Jsonl(folder / METRICS), screen, Plot(folder / PLOT)]
     if is_compiled:
         members.append(WarmUp())
     if "tensorboard" in section.report_to:

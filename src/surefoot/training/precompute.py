@@ -90,7 +90,10 @@ class KeptPiece:
         try:
             with files.open_file(self.path) as file:
                 arrays = load(files.read_all(file, 1 << 30))
-        except (OSError, ValueError, SafetensorError):
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, SafetensorError) as error:
+            logger.warning("%s cannot be used (%s): computing it again", self.path, error)
             return None
         check = arrays.pop("check", None)
         if check is None or check.tobytes() != _check(arrays):

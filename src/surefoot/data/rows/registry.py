@@ -120,7 +120,7 @@ def read_form(entry: object, where: str) -> list[tuple[Format, tuple[str, ...]]]
     raw = _checked(entry, where)
     if not any(key in raw for key in FORM_KEYS):
         return []
-    kinds = [kind() for kind in FORMATS.values() if hasattr(kind, "images")]
+    kinds = [kind() for kind in FORMATS.values() if _reads_pictures(kind)]
     return [_form(raw, where, kind)[:2] for kind in (kinds if _leaves_form(raw) else [None])]
 
 
@@ -265,10 +265,13 @@ def _format(columns: Row) -> Format | None:
     form = _form_by_columns(columns)
     is_single = "image" in columns and columns.get("images") is None
     # LLaVA's, and many on the hub: one picture
-    if form is None or not is_single or not hasattr(form, "images"):
+    if form is None or not is_single or not _reads_pictures(type(form)):
         return form
-    settings: dict[str, Any] = {"images": "image"}
-    return replace(form, **settings)
+    return replace(form, images="image")  # type: ignore[arg-type]
+
+
+def _reads_pictures(kind: type[Format]) -> bool:
+    return any(field.name == "images" for field in fields(kind))
 
 
 def _form_by_columns(columns: Row) -> Format | None:

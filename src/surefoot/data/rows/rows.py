@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import cache
 from itertools import islice
+from math import isnan
 
 from ...errors import DataError, counted
 from ..data_order import Index
@@ -104,10 +105,7 @@ def read_examples(
 
 
 def read_rows(
-    entry: DatasetEntry,
-    section: DataSection,
-    chosen: Index | None = None,
-    reading: Reading = ANY,
+    entry: DatasetEntry, section: DataSection, chosen: Index | None = None, reading: Reading = ANY
 ) -> Iterator[Example | BrokenRow]:
     """The same within the limits of a section; ``chosen`` rows are not counted by them."""
     most = entry.limit(section.max_samples) if chosen is None else None
@@ -138,7 +136,8 @@ def parse_row(form: Format, row: Row) -> Example:
     """A row as its format reads it, without the nulls of a columnar file, and with what it gives
     the chat template. Raises ``DataError``."""
     # NaN is what pandas writes for a value that is missing.
-    row = {name: None if value != value else value for name, value in row.items()}  # noqa: PLR0124
+    if any(isinstance(value, float) and isnan(value) for value in row.values()):
+        row = {n: None if isinstance(v, float) and isnan(v) else v for n, v in row.items()}
     turns = [getattr(form, name, None) for name in TURNS]
     plain, notes = without_added_nulls(row, form.tools, turns)
     example, arguments = form.read(plain), template_arguments(row)
