@@ -65,6 +65,19 @@ def candidates(made, path, value):
     yield from WORDS
 
 
+def saved(made, recipe, path, value):
+    """``recipe`` with one setting changed, as a run has saved it: also one that does nothing."""
+    data = json.loads(json.dumps(schema.write(recipe), default=str))
+    *sections, name = path.split(".")
+    inner = data
+    for section in sections:
+        inner = inner[section]
+    inner[name] = value
+    file = made.folder / "changed.json"
+    file.write_text(json.dumps(data))
+    return load(file, is_saved=True)
+
+
 def others(made, section, without=()):
     """The recipes of a project with one setting changed, by its path, as far as one is found."""
     first = load(made.recipe)
@@ -73,7 +86,7 @@ def others(made, section, without=()):
             continue
         for candidate in candidates(made, path, value):
             try:
-                other = load(made.recipe, {path: candidate})
+                other = saved(made, first, path, candidate)
             except (SurefootError, ValueError):
                 continue
             if dump(other) != dump(first):
