@@ -54,6 +54,8 @@ class EncoderWorker:
         ``DataError`` if the process cannot be started."""
         if self._child is not None and self._child.code is None:
             return
+        if self._folder is not None:
+            self._folder.cleanup()
         self._folder = tempfile.TemporaryDirectory(prefix="surefoot-encoder-")
         recipe = Path(self._folder.name, RECIPE)
         recipe.write_text(self._text(), encoding="utf-8")
