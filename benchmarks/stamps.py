@@ -17,10 +17,10 @@ from unittest.mock import patch
 
 import xxhash
 from measure import interleaved, machine, ratio, say, spread, table
-from surefoot.data.section import MediaSection
 
 from surefoot.data.media import stamps
 from surefoot.data.media.files import MediaFiles
+from surefoot.data.section import MediaSection
 
 TITLES = {"lstat": "`os.lstat` of each (limit)", "surefoot": "Surefoot, nothing changed"}
 
