@@ -6,12 +6,11 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from functools import cache
 from itertools import islice
 from math import isnan
 
-from ...errors import DataError, counted
+from ...errors import DataError, counted, did_you_mean, similar
 from ..data_order import Index
 from ..example import BrokenRow, Example, Message
 from ..section import DataSection
@@ -26,7 +25,6 @@ from .formats.fields import (
     NothingToLearnError,
     Row,
     from_json,
-    nearest,
     shown,
     template_arguments,
     without_added_nulls,
@@ -249,7 +247,7 @@ def _check_columns(
 
 def _advice(entry: DatasetEntry, column: str, first_values: Mapping[str, object]) -> str:
     """A suggestion for the entry, derived from the columns of the dataset."""
-    if hint := nearest(column, first_values):
+    if hint := did_you_mean(column, first_values):
         return hint
     for name, kind in FORMATS.items():
         main = getattr(kind(), kind.main)
@@ -259,7 +257,7 @@ def _advice(entry: DatasetEntry, column: str, first_values: Mapping[str, object]
         return ' (add "columns": {"prompt": "text"} to the entry?)'
     if not entry.named:
         others = (name for name in first_values if name not in USUAL)
-        near = ((name, get_close_matches(name, USUAL, n=1, cutoff=0.8)) for name in others)
+        near = ((name, similar(name, USUAL, cutoff=0.8)) for name in others)
         if misspelled := next(((name, close[0]) for name, close in near if close), None):
             return f" (did you mean {misspelled[1]} by {misspelled[0]}?)"
     texts = [name for name, value in first_values.items() if not isinstance(value, list | dict)]
