@@ -12,7 +12,7 @@ from math import isnan
 
 from ...errors import DataError, counted, did_you_mean, similar
 from ..data_order import Index
-from ..example import BrokenRow, Example, Message
+from ..example import BrokenRow, Example, Message, sources_of
 from ..section import DataSection
 from ._row_sources import first_broken
 from .formats import FORMATS, Format
@@ -49,6 +49,12 @@ TRUTH = ("true", "false")  # csv has only text
 POINTERS = re.compile(r"<(image|video|audio|bbox|ref-object)(?:[ _-]?\d+)?>")
 POINTED = {"image": "images", "video": "videos", "audio": "audios"}  # others to ``objects``
 
+_BOXES = re.compile(r"""["'](?:b?box(?:es)?|points?)(?:_2d)?["']\s*:\s*\[|<\|?box(?:_start\|)?>""")
+BOXES_OF_FILES = (
+    "boxes beside a picture that the model sees in another size than its file has; if they are in "
+    "pixels, write them in those of that size (data.media.max_pixels, the limits of the processor)"
+)
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -58,6 +64,8 @@ class Reading:
     columns: frozenset[str] = frozenset()  # that the stage reads beside the conversation
     pairs: bool = True  # of chosen and rejected; else what stands beside them is read
     sees: bool | None = None  # whether marks stand for pictures; None: they may be text
+    # whether the model sees one of these pictures in another size than its file has
+    resizes: Callable[[Sequence[str | bytes]], bool] = lambda _: False
 
 
 ANY = Reading(lambda *_: True)  # before it is known what is trained, and how
@@ -122,6 +130,7 @@ def _read(
         columns = [name for name in unread if name not in flags]
         return replace(
             example,
+            notes=(*example.notes, *_notes_of_boxes(example, reading)),
             origin=f"{entry.name}:{index}",
             unread_mark=unread_mark(entry, row),
             unread=(*columns, *_inside(example, entry.format, reading, entry.named, columns)),
@@ -184,6 +193,16 @@ def _inside(
         if not reading.template_reads(key, "arguments"):
             unread[f"{key} of {TEMPLATE_ARGUMENTS}"] = None
     return (*unread, *(f"{mark} in a text" for mark in marks))
+
+
+def _notes_of_boxes(example: Example, reading: Reading) -> Iterator[str]:
+    """That the boxes in a row's texts may be pixels of another picture than the model sees. What
+    they mean, no row says, so they are named and not changed."""
+    messages = [m for m in (*example.messages, example.chosen, example.rejected) if m is not None]
+    sources = sources_of(messages)
+    has_boxes = sources and any(_BOXES.search(message.content) for message in messages)
+    if has_boxes and reading.resizes(sources):
+        yield BOXES_OF_FILES
 
 
 def _unread_marks(example: Example, form: Format, named: Collection[str]) -> dict[str, str]:
