@@ -124,7 +124,8 @@ def read_config(folder: Path, section: ModelSection) -> PretrainedConfig:
         reason = " ".join(str(error).split())
         raise ModelError(f"{folder / CONFIG}: {reason}; fetch the model again") from None
     except NO_MODEL_AT_ALL as error:
-        reason = _CODE if "trust_remote_code=True" in str(error) else first_line(error)
+        is_code = "trust_remote_code=True" in str(error)
+        reason = _CODE if is_code else why_no_model(error, Path(folder))
         raise UnreadableConfigError(
             f"{Path(folder) / CONFIG}: cannot load the model: {reason}"
         ) from None
