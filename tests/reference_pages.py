@@ -297,7 +297,10 @@ def _tree(command: click.Command, name: str, parent: click.Context) -> Iterator[
     context = click.Context(command, parent=parent, info_name=name, terminal_width=WIDTH)
     yield from _help(command, context)
     for inner in getattr(command, "commands", {}).values():
-        yield from _tree(inner, str(inner.name), context)
+        if isinstance(command, click.Group):
+            yield from _tree(inner, str(inner.name), context)
+        else:  # it stands in the place of the command's arguments, as in `export verify OUT`
+            yield from _tree(inner, f"{name} {inner.name}", parent)
 
 
 def _help(command: click.Command, context: click.Context) -> Iterator[str]:

@@ -44,6 +44,11 @@ def unclear(completions):
     return [float("nan") if text == "bad" else 1.0 for text in completions]
 
 
+def worded(completions):
+    """Text that float() would read, for one of them."""
+    return ["1" if text == "bad" else 1.0 for text in completions]
+
+
 def leaving(completions):
     """Exits, with a text that a terminal would act on."""
     raise SystemExit("\x1b[31menough")

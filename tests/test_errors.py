@@ -2,7 +2,8 @@
 
 import pytest
 
-from surefoot.errors import counted, shortened
+from source_trees import SRC
+from surefoot.errors import counted, did_you_mean, shortened, similar
 
 
 @pytest.mark.parametrize(
@@ -27,3 +28,27 @@ def test_a_message_keeps_what_is_wrong_and_what_to_do_but_not_the_middle_of_a_lo
     assert len(shortened("a word " * 2000)) < 2200
     for message in ("short", "first\nsecond", "/".join(["folder"] * 50)):
         assert shortened(message) == message
+
+
+@pytest.mark.parametrize(
+    ("word", "names", "meant"),
+    [
+        ("chatlm", ["chatglm3", "chatml", "llama3"], "chatml"),  # difflib's first is chatglm3
+        ("stf", ["pt", "sft", "dpo"], "sft"),
+        ("COSINE", ["linear", "cosine"], "cosine"),
+        ("Prompt", ["prompt", "response"], "prompt"),
+        ("partitoin", ["mem", "partition"], "partition"),
+        ("zzz", ["linear", "cosine"], ""),
+    ],
+)
+def test_a_proposal_is_the_name_with_its_letters_exchanged_or_else_the_most_similar(
+    word, names, meant
+):
+    assert similar(word, names) == ([meant] if meant else [])
+    assert did_you_mean(word, names) == (f" (did you mean {meant}?)" if meant else "")
+
+
+def test_all_proposals_are_made_in_one_place():
+    """Else each of them has its own idea of what is similar."""
+    users = [path.name for path in SRC.rglob("*.py") if "get_close_matches" in path.read_text()]
+    assert users == ["errors.py"]

@@ -63,7 +63,7 @@ ANSWERS = {  # what is caught there is an answer, or said by others; no slower w
     "recipe/run_recipe.py: best_of": "no best one is known",
     "run/from_python.py: _hash": "a function without source, by its name",
     "schema/locations.py: matches": "no pattern",
-    "training/_reward_worker.py: _checked": "NaN, refused below",
+    "training/_reward_worker.py: _number": "NaN, refused below",
     "training/arguments.py: __setattr__": "no plain value",
     "training/callbacks/_tracker_process.py: read": "a file of before that cannot be read",
     "training/callbacks/launches.py: process_began": "another system",

@@ -15,9 +15,11 @@ traceback.
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU, Signals
 
@@ -65,6 +67,22 @@ def installation(package: str, extra: str | None = None) -> str:
 def counted(number: int, singular: str, plural: str | None = None) -> str:
     """A number and what it counts, in a message: ``1 tensor``, ``2 tensors``."""
     return f"{number:,} {singular if number == 1 else plural or f'{singular}s'}"
+
+
+def similar(word: str, names: Iterable[str], count: int = 1, cutoff: float = 0.6) -> list[str]:
+    """The ``names`` that ``word`` may be with a typing error, the most similar first; capitals do
+    not count. Two letters that changed places come before all others: to difflib, ``chatlm`` is
+    nearer to ``chatglm3`` than to ``chatml``."""
+    by_lower = {name.lower(): name for name in names}
+    word = word.lower()
+    exchanged = [name for name in by_lower if sorted(name) == sorted(word)]
+    close = difflib.get_close_matches(word, by_lower, n=count, cutoff=cutoff)
+    return [by_lower[name] for name in dict.fromkeys([*exchanged, *close])][:count]
+
+
+def did_you_mean(word: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """`` (did you mean x?)`` for the name most similar to ``word``, or nothing."""
+    return "".join(f" (did you mean {name}?)" for name in similar(word, names, cutoff=cutoff))
 
 
 def first_line(error: Exception) -> str:

@@ -152,7 +152,7 @@ def imported(place: str) -> Any:
         return getattr(import_module(module), name)
     except Exception as error:  # a stranger's module can raise anything
         raise SurefootError(
-            f"the plugin's {place} cannot be imported ({type(error).__name__}: {error}); mend or "
+            f"the plugin's {place} cannot be imported ({type(error).__name__}: {error}); fix or "
             f"remove the package {module.partition('.')[0]}"
         ) from error
 

@@ -16,7 +16,7 @@ from surefoot.data.section import DataSection
 from surefoot.stages import KTO
 from surefoot.use.data_check.duplicates import hashes_of
 from surefoot.use.data_check.figures import DatasetFigures
-from surefoot.use.data_check.findings import findings_of, is_loop
+from surefoot.use.data_check.findings import findings_in, findings_of, is_loop
 
 WORDS = "river stone light winter summer garden window table music paper silver forest"
 PHRASE = "I am sorry, but I cannot help you with that question."
@@ -165,6 +165,18 @@ def test_what_cannot_be_read_is_exit_code_2_without_a_traceback(folder):
     done = run(folder, datasets=["absent"])
     assert done.exit_code == 2
     assert "error: dataset 'absent'" in done.stderr
+
+
+@pytest.mark.parametrize(("count", "stops"), [(10, False), (15, True)])
+def test_rows_that_cannot_be_read_say_whether_training_would_stop(count, stops):
+    """A preview of 15 broken rows of 30 said nothing of it."""
+    figures = DatasetFigures("odd", rows=30, items=30, tokens=60, trained_tokens=30)
+    figures.max_broken_rows = 10
+    for number in range(count):
+        figures.broken.add(f"odd:{number}: no")
+    (broken,) = (one for one in findings_in(figures) if one.what == "rows that cannot be read")
+    said = "training stops at more than data.max_broken_rows = 10"
+    assert (said in str(broken)) == stops
 
 
 def test_the_settings_that_balance_labels_exist():

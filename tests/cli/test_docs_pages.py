@@ -1,10 +1,11 @@
+import re
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from reference_pages import PAGES, RECIPE, cli_page, recipe_page, reference
-from surefoot.cli.main import listed
+from surefoot.cli.main import listed, main
 from surefoot.methods import METHODS
 from surefoot.optim import OPTIMIZERS
 from surefoot.recipe.recipe import Recipe, load
@@ -50,6 +51,14 @@ def test_every_command_is_on_the_page():
     for name in listed():
         assert f"## `surefoot {name}`" in page
     assert "## `surefoot recipe show`" in page
+
+
+def test_what_a_heading_says_can_be_typed():
+    """`surefoot export PATH OUT verify` could not."""
+    page = cli_page()
+    for name in re.findall(r"^## `surefoot (.+)`$", page, re.MULTILINE):
+        shown = CliRunner().invoke(main, [*name.split(), "--help"], prog_name="surefoot")
+        assert shown.output.startswith(f"Usage: surefoot {name}"), name
 
 
 def test_the_example_on_the_page_is_a_recipe(tmp_path):

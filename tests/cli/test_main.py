@@ -130,6 +130,31 @@ def test_what_the_system_refuses_without_naming_a_file_is_one_line(failing, code
     assert os.strerror(code) not in message  # but what to do
 
 
+def test_a_name_that_the_environment_cannot_write_is_one_line_with_the_cure(failing):
+    """Of PYTHONUTF8=0 LC_ALL=C, or an old locale; half of a character stays a fault of ours."""
+    failing(UnicodeEncodeError("ascii", "läufe", 1, 2, "ordinal not in range"))
+    said = refused("train")
+    assert said.startswith("error: 'läufe': names of files are written in ascii here")
+    assert "unset PYTHONUTF8, and set LC_ALL=C.UTF-8" in said
+    failing(UnicodeEncodeError("utf-8", "l\ud800", 1, 2, "surrogates not allowed"))
+    assert isinstance(run("train").exception, UnicodeEncodeError)
+
+
+def test_letters_that_a_terminal_lacks_are_shown_as_escapes():
+    """Click does so by itself; what is printed by others ended a command."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from surefoot.cli.main import main; main.callback(False); print('l\\xe4ufe')",
+        ],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        check=False,
+    )
+    assert done.stdout == rb"l\xe4ufe" + b"\n", done.stderr
+
+
 def test_a_file_of_ours_that_is_missing_is_a_fault_of_ours(failing):
     failing(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "ours.jinja"))
     assert isinstance(run("train").exception, FileNotFoundError)

@@ -21,6 +21,7 @@ from surefoot.batch import IGNORE_INDEX
 from surefoot.data.example import MEDIUM
 from surefoot.data.media.files import FORMATS, MediaFiles, Seen, seen_in
 from surefoot.data.rows.registry import read_entry
+from surefoot.data.rows.rows import BOXES_OF_FILES
 from surefoot.data.section import MediaSection
 from surefoot.data.training_data import prepare
 from surefoot.errors import DataError
@@ -425,6 +426,32 @@ def test_each_picture_that_cannot_be_read_is_named_and_the_others_are_checked(ki
     assert kept.startswith("rows.jsonl:3: picture: it is truncated or damaged")
     assert found.has_problems
     assert json.loads(json.dumps(found.as_data()))["datasets"][0]["pictures"][0]["count"] == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "max_pixels", "named"),
+    [("qwen2_vl", None, [1, 3]), ("qwen2_vl", 784, [0, 1, 3]), ("gemma3", None, [1, 3])],
+    indirect=["kind"],
+)
+def test_boxes_beside_a_picture_of_another_size_than_its_file_are_named(
+    kind, max_pixels, named, base, tmp_path
+):
+    """They were trained with coordinates that lie outside of what the model sees."""
+    pictures.picture(tmp_path / "own.png", (56, 56))  # a size that both processors keep
+    pictures.picture(tmp_path / "large.png", (112, 112))
+    json_box, tag_box = '{"bbox_2d": [8, 8, 99, 99]}', "<|box_start|>(8,8),(99,99)<|box_end|>"
+    told = [
+        ("own.png", json_box),
+        ("large.png", json_box),
+        ("large.png", "red"),
+        ("large.png", tag_box),
+    ]
+    rows = [asked("<image>", [name], answer) for name, answer in told]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    recipe = pictures.recipe(tmp_path, base, media={"max_pixels": max_pixels})
+    notes = check_data(RunParts.unopened(recipe)).datasets[0].notes
+    assert notes.keys() == {BOXES_OF_FILES}
+    assert list(notes[BOXES_OF_FILES].rows) == [f"rows.jsonl:{row}" for row in named]
 
 
 def test_a_model_of_text_says_that_it_reads_no_pictures(codec, tmp_path):

@@ -57,7 +57,9 @@ def test_csv_values_stay_what_they_are_and_records_of_another_width_are_broken(f
     ("content", "reason"),
     [
         (b'a,b\n1,"2\n', r"e.csv: not valid CSV at line 2: unexpected end of data"),
-        ("a\né\n".encode("latin-1"), "byte 0xe9 is not UTF-8 text"),
+        ("a\né\n".encode("latin-1"), r"e.csv: line 2: byte 0xe9 is not UTF-8 text"),
+        ("é\n1\n".encode("latin-1"), r"e.csv: line 1: byte 0xe9 is not UTF-8 text"),
+        (("a\n" + "b\n" * 9999 + "é\n").encode("latin-1"), r"e.csv: line 10001: byte 0xe9"),
     ],
 )
 def test_csv_with_an_open_quote_or_in_another_encoding_is_refused(folder, content, reason):

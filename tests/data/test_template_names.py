@@ -107,6 +107,15 @@ def test_a_disagreement_says_where_and_what_is_saved():
     assert "saves it with the weights" in text
 
 
+def test_a_disagreement_over_tools_alone_is_one_plain_sentence():
+    """It was five lines with two pieces of a template, for data that has no tools."""
+    calling = "{{ 'You may call: ' ~ tools if tools }}" + CHATML
+    tokenizer = tiny_tokenizers.tokenizer(chat_template=calling)
+    text = template_mismatch(load_template("chatml", tokenizer), tokenizer)
+    assert "rows without tools are the same" in text
+    assert "You may call" not in text
+
+
 def test_a_disagreement_in_the_answers_only_is_found():
     thinking = CHATML.replace(
         "m.content", "('<think></think>' if m.role == 'assistant' else '') + m.content"

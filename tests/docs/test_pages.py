@@ -125,6 +125,15 @@ def test_every_decision_is_in_the_list_of_decisions():
     assert listed == sorted(p.name for p in folder.iterdir() if DECISION.match(p.name))
 
 
+def test_each_line_of_the_reports_names_a_test_that_is_there():
+    page = ROOT / "docs" / "decisions" / "0105-each-line-has-a-test-or-a-reason.md"
+    named = re.findall(r"`([\w/]+\.py): (test_\w+)`", page.read_text(encoding="utf-8"))
+    assert len(named) > 30
+    for file, test in named:
+        text = (ROOT / "tests" / file).read_text(encoding="utf-8")
+        assert f"def {test}(" in text, f"{file}: {test}"
+
+
 def test_the_index_names_every_guide():
     guides = {f"how-to/{path.name}" for path in (ROOT / "docs" / "how-to").iterdir()}
     assert guides <= {*LINK.findall((ROOT / "docs" / "index.md").read_text(encoding="utf-8"))}

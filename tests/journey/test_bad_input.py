@@ -183,7 +183,7 @@ def test_changed_data_is_noticed_on_a_resume(trained):
     code, message = train(trained, "train.max_steps=6")
     assert code == 2
     assert "the number of examples was 24 in the checkpoint and is 25 now" in message
-    assert "restore the rows of its datasets, or start a new run" in message
+    assert "the tokenizer and the chat template, or start a new run" in message
 
 
 def test_a_checkpoint_of_another_model_is_refused(trained, tmp_path):

@@ -3,11 +3,13 @@
 import json
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from surefoot.errors import ModelError
 from surefoot.model.adapter_files import check
 from surefoot.model.config import extension_of, read_config, size_of
+from surefoot.model.loading import load_model
 from surefoot.model.section import ModelSection
 from surefoot.network.draft import from_config
 from surefoot.storage.files import read_json
@@ -32,6 +34,18 @@ CONFIGS = {
         {"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**9}}
     ),
 }
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen2", "gemma3_text", "mistral"])
+@pytest.mark.parametrize("name", ["num_attention_heads", "num_key_value_heads"])
+def test_a_size_of_zero_is_named(tmp_path, model, name):
+    """It was a ZeroDivisionError, which names nothing."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model, name: 0}))
+    section = ModelSection(path=str(tmp_path))
+    with torch.device("meta"), pytest.raises(ModelError, match=f"{name} is 0"):
+        from_config(tmp_path, section)
+    with pytest.raises(ModelError, match=f"{name} is 0"):
+        load_model(tmp_path, section, dtype="auto", weights={})
 
 
 @pytest.mark.parametrize("config", CONFIGS)

@@ -249,6 +249,15 @@ def test_ranks_that_cannot_be_started_are_no_traceback_and_none_stays(monkeypatc
     assert started[0].returncode == -signal.SIGKILL
 
 
+def test_a_machine_without_its_loopback_is_named_before_a_rank_waits_for_it(monkeypatch):
+    def unreachable(*_args, **_options):
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(launcher.socket, "create_connection", unreachable)
+    with pytest.raises(RunError, match=r"Network is unreachable.*ip link set lo up"):
+        launch([sys.executable, "-c", "pass"], 2)
+
+
 def test_processes_of_another_launcher_are_taken_as_they_are(monkeypatch):
     section = ParallelSection(num_processes=4)
     assert num_processes(section) == 4

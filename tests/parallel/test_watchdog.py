@@ -165,6 +165,14 @@ def test_a_run_that_makes_progress_is_left_alone_and_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("minutes", "is_warned"), [(0.1, True), (15, False), ("auto", False)])
+def test_a_limit_below_what_a_slow_save_may_take_is_said_at_the_start(
+    tmp_path, caplog, minutes, is_warned
+):
+    with watched(ALONE, ParallelSection(timeout=minutes), tmp_path):
+        assert ("parallel.timeout: 0.1 minutes also limit" in caplog.text) == is_warned
+
+
 def test_bytes_that_are_written_are_progress_of_a_save(tmp_path):
     def work():
         file = (tmp_path / "file").open("wb", buffering=0)

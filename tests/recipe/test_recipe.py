@@ -524,3 +524,18 @@ def test_one_wrong_value_never_does_more_than_name_itself(path, value):
 def test_sections_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         small().train.seed = 3
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("stage=stf", "sft"),
+        ("stage=SFT", "sft"),
+        ("model.dtype=fp16", "float16"),
+        ("model.dtype=bf16", "bfloat16"),
+        ("train.precision=float32", "fp32"),
+        ("optim.adamw.schedule=COSINE", "cosine"),
+    ],
+)
+def test_a_value_in_other_words_or_letters_gets_a_proposal(recipe_file, override, meant):
+    assert refused(recipe_file(GOOD), override).endswith(f"(did you mean {meant}?)")

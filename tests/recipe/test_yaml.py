@@ -207,3 +207,12 @@ def test_small_and_large_numbers_have_a_point_for_readers_of_yaml_1_1():
 
 def test_a_setting_stands_on_one_line():
     assert emit({"a": {"b": "x" * 500, "c": ["d"] * 99, "e": "1\n2"}}).count("\n") == 4
+
+
+@pytest.mark.parametrize(
+    "text", ["- x\n" * 6000, "k: {a: 1}\n" * 3000, "[" * 5000, "- !!omap {}\n" * 6000]
+)
+def test_what_no_recipe_has_is_refused_where_it_begins_and_not_read_to_its_end(text):
+    """A server that checks recipes computed for six seconds over 140 kB of them."""
+    with pytest.raises(RecipeError, match="far beyond what a recipe needs"):
+        parse(f"{text}\n'no end of this text", "recipe.yaml")

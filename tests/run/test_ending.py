@@ -67,6 +67,13 @@ def test_a_finished_run_is_left_alone(project, caplog):
     assert project.run not in opened  # a disk with it can be unmounted
 
 
+def test_a_run_that_has_more_steps_than_it_is_to_have_says_so(project, caplog):
+    """It was "complete: 3 of 2 steps"."""
+    caplog.set_level("INFO")
+    run(load(project.recipe, ["train.max_steps=2"]))
+    assert "complete: it has 3 steps, and is to have 2 now. To train longer, raise" in caplog.text
+
+
 @pytest.mark.parametrize(
     "left",
     [

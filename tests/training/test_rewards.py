@@ -80,6 +80,7 @@ FAILURES = {
     "angry": "ValueError: never",
     "broken": "sums:1 .response 'bad'.: ZeroDivisionError",
     "unclear": "sums:1 .*expected a finite number or None for a reward, got nan",
+    "worded": "expected a finite number or None for a reward, got '1'",
     "ending": "ended its process with code 7",
     "leaving": "SystemExit: .*enough .stage_rewards.py:",
     "hanging": "sums:1 .*took more than 0.5 seconds .reward_timeout.",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import CheckpointError, counted
 from ..parallel.sharding import Box
 from ..storage import files
+from ..storage.cgroups import usable_cores
 from ..storage.memory import only_new_collected
 from ..storage.parallel_work import in_parallel
 from .disk._bytes import DTYPES, fill, new_tensor, read_box
@@ -27,7 +27,7 @@ from .state.states import LocalBox, UnshardedState, adopted, join, local_box_of,
 
 Pieces = tuple[Piece, ...]  # of one tensor
 _SHOWN = 3  # names in a message; the counts tell the rest
-_READERS = min(4, os.cpu_count() or 1)  # one core copies slower than the memory can
+_READERS = min(4, usable_cores())  # one core copies slower than the memory can
 
 
 @dataclass(frozen=True)

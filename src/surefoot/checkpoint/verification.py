@@ -10,7 +10,6 @@ leftovers are deleted.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from types import TracebackType
 
 from ..errors import CheckpointError, DamagedFileError
 from ..storage import files
+from ..storage.cgroups import usable_cores
 from ..storage.folder_lock import StallWatch, process_with, state_of
 from .disk import strict_json
 from .disk.commit import being_written, clean, mark_damaged, named, step_of
@@ -171,7 +171,7 @@ def _strays(checkpoint: CheckpointFolder) -> list[str]:
     return [f"{checkpoint.path / name}: was not saved with this checkpoint" for name in strays]
 
 
-_HASHERS = min(4, os.cpu_count() or 1)
+_HASHERS = min(4, usable_cores())
 _Part = tuple[CheckpointFolder, TensorFile, Piece]
 
 

@@ -25,6 +25,7 @@ from ..extensions import installed, problems
 from ..methods import METHODS
 from ..optim import OPTIMIZERS
 from ..stages import STAGES
+from ..storage.cgroups import usable_cores
 from .main import COMMANDS
 from .table import JSON, console, print_json, table
 
@@ -160,9 +161,11 @@ def machine() -> Facts:
     import psutil
 
     memory, disk = psutil.virtual_memory(), shutil.disk_usage(Path.cwd())
+    usable = usable_cores()
+    limit = "" if usable == os.cpu_count() else f", of which this process may use {usable}"
     return {
         "system": platform.platform(),
-        "processors": f"{os.cpu_count()} ({processor()})",
+        "processors": f"{os.cpu_count()} ({processor()}){limit}",
         "memory": f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f} GiB",
         "disk": f"{disk.free / GIB:.1f} GiB free of {disk.total / GIB:.1f} GiB in {Path.cwd()}",
     }

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import os
+import sys
 import time
 import traceback
 
@@ -146,6 +148,15 @@ class Commands(click.Group):
             if ctx.params["verbose"]:
                 traceback.print_exc()
             raise Failure(explain(error)) from error
+        except UnicodeEncodeError as error:
+            if error.encoding.startswith("utf"):
+                raise  # half of a character, which no environment has
+            if ctx.params["verbose"]:
+                traceback.print_exc()
+            raise Failure(
+                f"{error.object!r}: names of files are written in {error.encoding} here, which has "
+                f"no {error.object[error.start]!r}; unset PYTHONUTF8, and set LC_ALL=C.UTF-8"
+            ) from error
         except click.UsageError as error:
             raise click.UsageError(shortened(error.format_message()), error.ctx) from error
         except KeyboardInterrupt:
@@ -205,6 +216,8 @@ def main(verbose: bool) -> None:
         from ..parallel.section import name_ranks
 
         name_ranks()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name may have letters that a terminal lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
     configure(verbose=verbose)
 
 

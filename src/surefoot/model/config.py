@@ -81,7 +81,10 @@ _CODE = (
     "it comes with Python code of its own; if you trust that, set model.trust_remote_code=true "
     "(chat and export: --trust-remote-code)"
 )
-_NO_CONFIG = (ValueError, OSError, ImportError, KeyError, TypeError, AttributeError, RecursionError)
+# What transformers raises for a configuration that describes no model, while it reads it or makes
+# the model; and what it raises, too, for a sound one that cannot be made on the meta device.
+NO_MODEL = (ValueError, TypeError, KeyError, ArithmeticError, AssertionError, OSError, ImportError)
+NO_MODEL_AT_ALL = (*NO_MODEL, AttributeError, IndexError, RuntimeError)
 _SIZES = ["hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers"]
 _SIZES += ["num_attention_heads", "num_key_value_heads", "head_dim"]
 # The most that a size, and a number of layers, is believed to be: known models have 2^18 tokens and
@@ -120,8 +123,9 @@ def read_config(folder: Path, section: ModelSection) -> PretrainedConfig:
     except StrictDataclassError as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"{folder / CONFIG}: {reason}; fetch the model again") from None
-    except _NO_CONFIG as error:
-        reason = _CODE if "trust_remote_code=True" in str(error) else first_line(error)
+    except NO_MODEL_AT_ALL as error:
+        is_code = "trust_remote_code=True" in str(error)
+        reason = _CODE if is_code else why_no_model(error, Path(folder))
         raise UnreadableConfigError(
             f"{Path(folder) / CONFIG}: cannot load the model: {reason}"
         ) from None
@@ -134,6 +138,15 @@ def read_config(folder: Path, section: ModelSection) -> PretrainedConfig:
     if section.router_aux_loss_coef is not None:
         add_router_loss(config, section.router_aux_loss_coef, folder)
     return config
+
+
+def why_no_model(error: Exception, folder: Path) -> str:
+    """What transformers says of a configuration, and of which size it could not be said: a division
+    by zero names nothing."""
+    stored = read_json(folder / CONFIG) if isinstance(error, ZeroDivisionError) else {}
+    sizes = stored | (stored.get("text_config") or {})
+    zeros = [f"; {name} is 0" for name in _SIZES if sizes.get(name) == 0]
+    return first_line(error) + "".join(zeros)
 
 
 def size_of(config: PretrainedConfig, name: str) -> object:

@@ -32,12 +32,13 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.logging import disable_progress_bar
 
-from ..errors import ModelError, counted, first_line
+from ..errors import ModelError, counted
 from ..storage import files
 from ..storage.remote import HUBS, HubError, is_address
 from ..storage.weight_files import is_adapter
 from .config import (
     CONFIG,
+    NO_MODEL_AT_ALL,
     as_dequantized,
     auto_class,
     dequantization,
@@ -45,6 +46,7 @@ from .config import (
     quantization,
     quantization_of,
     read_config,
+    why_no_model,
 )
 from .section import ModelSection
 from .tokenizer import new_token_ids
@@ -194,8 +196,9 @@ def load_model(
         raise ModelError(
             f"{folder}: damaged or truncated file: {error}; fetch the model again"
         ) from None
-    except (ValueError, OSError, ImportError, KeyError, RuntimeError) as error:
-        raise ModelError(f"{folder}: cannot load the model: {first_line(error)}") from None
+    except NO_MODEL_AT_ALL as error:
+        reason = why_no_model(error, folder)
+        raise ModelError(f"{folder}: cannot load the model: {reason}") from None
     _check_complete(folder, info)
     if quantized is not None:
         disable_relayout(model)

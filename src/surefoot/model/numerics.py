@@ -32,7 +32,11 @@ import torch
 import xxhash
 from torch.utils import deterministic
 
+from ..errors import counted
 from ..log import fell_back
+from ..storage.cgroups import usable_cores
+
+logger = logging.getLogger(__name__)
 
 
 def derive(*parts: int) -> int:
@@ -183,6 +187,17 @@ class LossScaler:
         """
         if self.enabled and (state["scale"], state["calm_steps"]) != (1.0, 0):
             self.scale, self.calm_steps = float(state["scale"]), int(state["calm_steps"])
+
+
+def limit_threads() -> None:
+    """Compute in no more threads than the cores that this process may use (``usable_cores``): torch
+    knows to which it is bound, but not what a container gives it. ``OMP_NUM_THREADS`` of the
+    environment has precedence."""
+    cores = usable_cores()
+    if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > cores:
+        threads = counted(cores, "thread")
+        logger.info("computing in %s: a cgroup gives this process no more cores", threads)
+        torch.set_num_threads(cores)
 
 
 # glibc's mallopt: blocks above this are mapped one by one; a free end above this is given back.

@@ -19,10 +19,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..batch import Probe
 from ..checkpoint.layouts.opening import open_folder, read_named, scattered
-from ..errors import ModelError, first_line
+from ..errors import ModelError
 from ..log import fell_back
 from ..model.adapter_files import add_adapters, attach, attach_empty
 from ..model.config import (
+    NO_MODEL,
     as_dequantized,
     auto_class,
     check_adapter,
@@ -33,6 +34,7 @@ from ..model.config import (
     read_config,
     refuse_own_weights,
     refuse_uneven_blocks,
+    why_no_model,
 )
 from ..model.isolation import PromptSharing
 from ..model.layers import emulates
@@ -282,9 +284,9 @@ def from_config(
             attn_implementation=attention,
             trust_remote_code=section.trust_remote_code,
         )
-    except (ValueError, OSError, ImportError, KeyError, TypeError) as error:
+    except NO_MODEL as error:
         raise ModelError(
-            f"{base}: cannot build the model from config.json: {first_line(error)}"
+            f"{base}: cannot build the model from config.json: {why_no_model(error, base)}"
         ) from None
     return model
 

@@ -25,6 +25,7 @@ from ..model.layers import (
 )
 from ..model.loading import grow_embeddings, new_rows, upcast_trained
 from ..model.lora_layers import adapts_experts, enable_float32_lengths, enable_fused_lora
+from ..model.numerics import limit_threads
 from ..model.outputs import logprob_head_of
 from ..model.packed_attention import follow_calls, switch_to_packed
 from ..model.section import ModelSection
@@ -120,6 +121,7 @@ def open_network(
     draft = Draft(base, section, tokenizer, world, options)
     if not tensors.have_values:
         return finish(draft, STEPS, tensors)
+    limit_threads()
     with checked_files(draft):
         return finish(draft, STEPS, tensors)
 

@@ -9,7 +9,6 @@ schedule: write its function, add its line to ``SCHEDULES``.
 
 from __future__ import annotations
 
-import difflib
 import logging
 import math
 from abc import ABC, abstractmethod
@@ -18,7 +17,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 
-from ..errors import RecipeError, counted
+from ..errors import RecipeError, counted, did_you_mean
 from ..schema import KEPT, Needs, must
 from ._rules import modules as rules
 from .plateau import Plateau, Reductions
@@ -249,9 +248,8 @@ def log_learning_rates(
 def _similar(pattern: str, names: Sequence[str]) -> str:
     """What to write instead of ``pattern``, for an error message."""
     name_parts = {part for name in names for part in name.split(".") if not part.isdigit()}
-    close = difflib.get_close_matches(pattern, name_parts, n=1)
-    if close:
-        return f" (did you mean {close[0]}?)"
+    if hint := did_you_mean(pattern, name_parts):
+        return hint
     return f"; expected a part of a name such as {names[0]}" if names else ""
 
 

@@ -22,6 +22,7 @@ from types import FrameType
 import torch
 
 from ..errors import HUNG, OUT_OF_MEMORY, SKIPPED_STEPS, STOP_SIGNALS, RunError
+from ..storage.cgroups import usable_cores
 from ..storage.child import LAUNCHER
 from .section import ParallelSection, launched
 from .sharding import AXES
@@ -115,9 +116,17 @@ class _ProcessGroup:
         """Start all ranks. Raises ``RunError`` if one cannot be started."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
+            try:
+                socket.create_connection(("127.0.0.1", port), timeout=10).close()
+            except OSError as error:
+                raise RunError(
+                    "parallel.num_processes: the ranks of a machine meet at 127.0.0.1, which this "
+                    f"one does not reach ({error}); switch its loopback interface on (`ip link set "
+                    "lo up`), or train in one process (parallel.num_processes=1)"
+                ) from None
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         shared["WORLD_SIZE"] = str(self.count)
-        threads = str(max(1, (os.cpu_count() or 1) // self.count))
+        threads = str(max(1, usable_cores() // self.count))
         for rank in range(self.count):
             rank_variables = {
                 "RANK": str(rank),

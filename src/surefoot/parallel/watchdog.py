@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import faulthandler
 import fcntl
+import logging
 import os
 import secrets
 import socket
@@ -29,7 +30,9 @@ from .progress import Progress
 from .section import ParallelSection
 from .world import World, be_patient
 
+logger = logging.getLogger(__name__)
 _PROGRAM = Path(_watchdog.__file__)
+_LEAST_MINUTES = 15.0  # after which a writer process that writes nothing is replaced
 
 
 @contextlib.contextmanager
@@ -37,6 +40,12 @@ def watched(world: World, section: ParallelSection, folder: Path) -> Iterator[Wo
     """``world`` with marks of progress, which a process of its own watches during the block: a rank
     that makes none for ``parallel.timeout`` is reported, also in ``folder``, and ends the run with
     the code ``HUNG``. A collective call. Elsewhere than on Linux, nothing is watched."""
+    if world.is_main and section.timeout != "auto" and section.timeout < _LEAST_MINUTES:
+        logger.warning(
+            "parallel.timeout: %g minutes also limit starts, evaluations and saves, and a save may "
+            "wait %g minutes for a slow disk: a sound run is then ended; set %g or more, or auto",
+            *(section.timeout, _LEAST_MINUTES, _LEAST_MINUTES),
+        )
     if sys.platform != "linux":
         yield replace(world, progress=Progress())
         return

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from ..checkpoint.disk.commit import named, step_of
-from ..errors import RecipeError, explain
+from ..errors import RecipeError, explain, similar
 from ..storage import files
 
 MAX_BYTES = 1_000_000
@@ -112,7 +111,7 @@ def _of_newest_checkpoint(run: Path) -> list[str]:
 
 
 def _near(path: Path) -> str:
-    close = difflib.get_close_matches(path.name, _recipes(path.parent), n=1)
+    close = similar(path.name, _recipes(path.parent))
     if not close:
         close = [name for name in _recipes(path.parent) if Path(name).stem == path.stem][:1]
     return f" (did you mean {path.parent / close[0]}?)" if close else ""

@@ -258,7 +258,8 @@ def encoding_of(recipe: Recipe, codec: Codec, section: DataSection | None = None
 def reading_of(stage: Stage, codec: Codec) -> Reading:
     """What a stage and its codec read of rows beside their format."""
     sees = codec.media is not None if stage.uses_template else None
-    return Reading(codec.reads, stage.row_columns, stage.reads_pairs, sees)
+    reading = Reading(codec.reads, stage.row_columns, stage.reads_pairs, sees)
+    return reading if codec.media is None else replace(reading, resizes=codec.media.resizes)
 
 
 def start_share(recipe: Recipe, name: str, number: int, count: int) -> Child:

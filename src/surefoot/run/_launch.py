@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from ..errors import RecipeError
 from ..model.loading import device
 from ..network.early import check_packages
 from ..parallel.world import World
+from ..storage.cgroups import usable_cores
 from ..training.callback import TrainerCallback, TrainerState
 from ..training.callbacks.launches import MAX_LINE, LaunchFiles, redacted
 from ..training.callbacks.trackers import Heartbeat, Reports, TrackerProcess, finish
@@ -116,7 +116,7 @@ def machine() -> dict[str, object]:
     is_gpu = accelerator.type == "cuda"
     return {
         "device_name": torch.cuda.get_device_name(accelerator) if is_gpu else platform.machine(),
-        "cores": len(psutil.Process().cpu_affinity() or ()) if sys.platform == "linux" else None,
+        "cores": usable_cores(),
         "memory": psutil.virtual_memory().total,
         "surefoot": __version__,
         "torch": torch.__version__,

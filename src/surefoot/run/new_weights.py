@@ -20,9 +20,16 @@ from transformers.utils.logging import disable_progress_bar
 
 from ..checkpoint.disk.commit import new_folder, write_small
 from ..checkpoint.disk.folder import companions_of, tokenizer_of
-from ..errors import ModelError, RecipeError, first_line
+from ..errors import ModelError, RecipeError
 from ..model.base_identity import NEW_WEIGHTS
-from ..model.config import CONFIG, auto_class, quantization_of, read_config
+from ..model.config import (
+    CONFIG,
+    NO_MODEL_AT_ALL,
+    auto_class,
+    quantization_of,
+    read_config,
+    why_no_model,
+)
 from ..model.loading import WEIGHTS, resolve
 from ..model.section import ModelSection
 from ..storage import files
@@ -121,15 +128,7 @@ def initialized(source: Path, section: ModelSection, seed: int) -> PreTrainedMod
             )
             if model.can_generate() and (source / _GENERATION).is_file():
                 model.generation_config = GenerationConfig.from_pretrained(source)
-        except (
-            ValueError,
-            TypeError,
-            KeyError,
-            AttributeError,
-            ImportError,
-            RuntimeError,
-        ) as error:
-            raise ModelError(
-                f"{source / CONFIG}: cannot make a model of it: {first_line(error)}"
-            ) from None
+        except NO_MODEL_AT_ALL as error:
+            reason = why_no_model(error, source)
+            raise ModelError(f"{source / CONFIG}: cannot make a model of it: {reason}") from None
     return model

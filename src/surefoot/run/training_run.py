@@ -264,11 +264,12 @@ def _run(
 def _fit(trainer: Trainer, *, tries_heaviest: bool = False) -> Outcome:
     state = trainer.state
     if trainer.world.from_main(_is_finished(trainer)):
+        counts = f"{state.global_step:,} of {state.max_steps:,} steps"
+        if state.global_step > state.max_steps:
+            counts = f"it has {state.global_step:,} steps, and is to have {state.max_steps:,} now"
         logger.info(
-            "this run is complete: %d of %d steps. To train longer, raise train.num_epochs or "
-            "train.max_steps",
-            state.global_step,
-            state.max_steps,
+            "this run is complete: %s. To train longer, raise train.num_epochs or train.max_steps",
+            counts,
         )
         if trainer.world.is_main:
             restore(trainer.section.folder / METRICS, state.log_history)

@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
+from ..errors import similar
 from ._setting import (
     UNSET,
     Keys,
@@ -207,9 +208,9 @@ def _wrong_value(spot: _Spot, hint: object, value: object) -> str:
         is_item = spot.path[-1] != spot.setting.name
         expected = typing.get_args(hint)[1] if is_item else hint
     literals = [str(arg) for arg in typing.get_args(expected)] if isinstance(value, str) else []
-    close = difflib.get_close_matches(str(value), literals, n=1)
-    did_you_mean = f" (did you mean {close[0]}?)" if close else ""
-    return f"expected {describe(expected)}, got {_shown(value)}{did_you_mean}"
+    close = [name for name in literals if name == _TYPES.get(str(value).lower())]
+    hint = _did_you_mean(close or similar(str(value), literals))
+    return f"expected {describe(expected)}, got {_shown(value)}{hint}"
 
 
 def _hint(vocabulary: _Vocabulary, spot: _Spot) -> str:
@@ -230,16 +231,22 @@ def _plain(word: object) -> str:
     return str(word).lower().lstrip("-").replace("-", "_")
 
 
+_TYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+_TYPES |= {long: short for short, long in _TYPES.items()}  # both are settings' values
+
+
 def _misspelled(word: str, names: Iterable[str]) -> list[str]:
     """The one of ``names`` that ``word`` is with a typing error. A name that has another word,
     number or first letter is that of another thing: ``shuffle_seed`` is not ``shuffle``, ``beta3``
     not ``beta1``, ``dora`` not ``lora``."""
     word = _plain(word)
-    close = difflib.get_close_matches(word, names, n=3, cutoff=0.75)
+    close = similar(word, names, 3, cutoff=0.75)
     return [other for other in close if _is_spelling(word, other)][:1]
 
 
 def _is_spelling(word: str, other: str) -> bool:
+    if sorted(word) == sorted(other):  # two letters changed places
+        return True
     if re.findall(r"\d+", word) != re.findall(r"\d+", other) or word[:1] != other[:1]:
         return False
     # `learningrate` is `learning_rate`.

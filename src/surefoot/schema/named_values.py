@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection, Iterator
 from typing import ClassVar
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, similar
 
 _UNITS = ("", "K", "M", "G", "T")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *(?:([KMGT]?)(i?)B?)", re.IGNORECASE)
@@ -38,7 +37,7 @@ def pairs(
     for item in text.split(","):
         name, _, value = (part.strip() for part in item.partition("="))
         if name not in allowed:
-            near = difflib.get_close_matches(name, allowed, n=1)
+            near = similar(name, allowed)
             hint = f"did you mean {near[0]}?" if near else example
             raise CheckpointError(f"{option} {text!r}: {odd.format(repr(name))}; {hint}")
         if name in seen:

@@ -1,8 +1,5 @@
 """Free memory: that of the machine, within the limits of every cgroup this process belongs to; a
 lock for processes that would take it at the same time; and short garbage collections.
-
-A limit may be set on any folder between the process's own cgroup and the root, in version 1 or 2,
-and the least counts. The paths are those that the kernel names in ``/proc/self``.
 """
 
 from __future__ import annotations
@@ -12,16 +9,15 @@ import errno
 import fcntl
 import gc
 import os
-import re
 import resource
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from ..log import announced
+from .cgroups import PROC, groups, lines
 
-PROC = Path("/proc")
 # of torch, CUDA and C++, in lower case
 _SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc")
 _CACHED = ("active_file", "inactive_file")  # pages that the kernel drops when memory is short
@@ -46,7 +42,7 @@ _VERSIONS = {
 
 def free_memory(proc: Path = PROC) -> int | None:
     """Bytes to allocate without swapping and without being killed; None if unknown."""
-    limits = (_of_group(folder, version) for folder, version in _groups(proc))
+    limits = (_of_group(folder, _VERSIONS[kind]) for folder, kind in groups("memory", proc))
     all_limits = (_of_machine(proc), _of_process(proc), *limits)
     return min((free for free in all_limits if free is not None), default=None)
 
@@ -101,14 +97,14 @@ def exclusive(name: str) -> Iterator[None]:
 
 
 def _of_machine(proc: Path) -> int | None:
-    sizes = [line.split()[1] for line in _lines(proc / "meminfo") if line.startswith("MemAvail")]
+    sizes = [line.split()[1] for line in lines(proc / "meminfo") if line.startswith("MemAvail")]
     return int(sizes[0]) * 1024 if sizes else None
 
 
 def _of_process(proc: Path) -> int | None:
     """Bytes of address space that are left below the limit of this process (``ulimit -v``)."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    words = _lines(proc / "self" / "statm")
+    words = lines(proc / "self" / "statm")
     if limit == resource.RLIM_INFINITY or not words:
         return None
     return max(0, limit - int(words[0].split()[0]) * resource.getpagesize())
@@ -116,60 +112,13 @@ def _of_process(proc: Path) -> int | None:
 
 def _of_group(folder: Path, version: _Version) -> int | None:
     """Bytes that are free within the limits of one cgroup; None if it has none."""
-    words = [_lines(folder / name) for name in version.limits]
+    words = [lines(folder / name) for name in version.limits]
     # Version 2 writes "max" where there is no limit.
-    limits = [int(lines[0]) for lines in words if lines and lines[0].isdigit()]
-    used = _lines(folder / version.used)
+    limits = [int(word[0]) for word in words if word and word[0].isdigit()]
+    used = lines(folder / version.used)
     if not limits or not used:
         return None
-    pairs = [line.split() for line in _lines(folder / "memory.stat")]
+    pairs = [line.split() for line in lines(folder / "memory.stat")]
     sizes = {name: int(size) for name, size in pairs}
     cached = sum(sizes.get(version.prefix + name, sizes.get(name, 0)) for name in _CACHED)
     return max(0, min(limits) - int(used[0]) + cached)
-
-
-def _groups(proc: Path) -> Iterator[tuple[Path, _Version]]:
-    """The folders of the cgroups that limit this process, from its own one up to the mount."""
-    paths = dict(_paths(proc))
-    for line in _lines(proc / "self" / "mountinfo"):
-        # The mark between fields whose number varies and those that follow (proc_pid_mountinfo(5)).
-        before, _, after = line.partition(" - ")
-        _, _, _, root, mount, *_ = before.split()
-        kind, *_, options = after.split()  # between them the source, which may be empty
-        if kind not in _VERSIONS or (kind == "cgroup" and "memory" not in options.split(",")):
-            continue
-        for inside in _upwards(paths.get(kind, "/"), _unescaped(root)):
-            yield Path(_unescaped(mount)) / inside, _VERSIONS[kind]
-
-
-def _paths(proc: Path) -> Iterator[tuple[str, str]]:
-    """The path of this process's cgroup for memory, by the kind of file system."""
-    for line in _lines(proc / "self" / "cgroup"):
-        number, controllers, path = line.split(":", 2)
-        # Version 2 has the number 0 and no controllers; a system may have both versions mounted.
-        if number == "0" and not controllers:
-            yield "cgroup2", path
-        elif "memory" in controllers.split(","):
-            yield "cgroup", path
-
-
-def _upwards(path: str, root: str) -> list[PurePosixPath]:
-    """``path`` relative to the ``root`` of a mount, and all folders above it within the mount. A
-    container may see a path outside of its mount: the mount itself remains."""
-    folder = PurePosixPath(path)
-    if ".." in folder.parts or not folder.is_relative_to(root):
-        return [PurePosixPath()]
-    inside = folder.relative_to(root)
-    return [inside, *inside.parents]
-
-
-def _unescaped(text: str) -> str:
-    """A path of mountinfo, in which a space is ``\\040``."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []

@@ -82,7 +82,7 @@ class Responses:
         return {**self.columns, **by_name}
 
     def _log_metric(self, name: str, value: float) -> None:
-        if not math.isfinite(number := float(value)):
+        if not math.isfinite(number := _number(value)):
             raise WrongError(f"log_metric({name!r}): expected a finite number, got {value!r}")
         self.metrics.setdefault(str(name), []).append(number)
 
@@ -306,13 +306,17 @@ def _counted(count: int, word: str) -> str:
 def _checked(value: object) -> float | None:
     if value is None:
         return None
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
+    if not math.isfinite(number := _number(value)):
         raise WrongError(f"expected a finite number or None for a reward, got {value!r}")
     return number
+
+
+def _number(value: object) -> float:
+    """NaN for what is none; text is none, whatever it says: "1" may be a mistake for a label."""
+    try:
+        return math.nan if isinstance(value, (str, bytes)) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def _error_text(error: BaseException) -> str:

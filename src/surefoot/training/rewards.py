@@ -230,7 +230,7 @@ def computed(
         raise RunError(message)
     if is_one_enough:
         raise RunError(
-            f"{message}; mend it, or set on_reward_error: skip, which drops such responses"
+            f"{message}; fix it, or set on_reward_error: skip, which drops such responses"
         )
     logger.warning("%s; skipped", message)
     return result

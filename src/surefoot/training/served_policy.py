@@ -177,7 +177,7 @@ class ServedPolicy:
         self, error: Exception, count: int, request: WindowRequest, journal: ResponseJournal | None
     ) -> str:
         """What is lost by ``error``, and what to do."""
-        cure = "start or mend the server, then run the same command to resume"
+        cure = "start or repair the server, then run the same command to resume"
         if journal is None or not count:
             return f"{error}; {cure}"
         progress = f"{counted(count, 'response')} of {len(request.prompts)}"

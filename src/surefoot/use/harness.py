@@ -6,7 +6,6 @@ same up to the rounding of sums.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import logging
@@ -29,7 +28,7 @@ from lm_eval.models.utils import (
 )
 from lm_eval.tasks import TaskManager
 
-from ..errors import RunError, counted
+from ..errors import RunError, counted, did_you_mean
 from ..generate.likelihood import Likelihood, LikelihoodStore, Question, likelihoods, share_of
 from ..generate.section import GenerateSection
 from ..network.network import Network
@@ -307,8 +306,7 @@ def _manager(settings: TaskSettings) -> TaskManager:
     manager = TaskManager(include_path=None if folder is None else str(folder))
     for name in settings.names:
         if not manager.match_tasks([name]):
-            near = difflib.get_close_matches(name, manager.all_tasks, 1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
+            hint = did_you_mean(name, manager.all_tasks)
             raise RunError(f"--tasks: lm-eval has no task {name!r}{hint}")
     return manager
 

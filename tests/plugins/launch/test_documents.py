@@ -159,6 +159,19 @@ def refused(engine, **changes):
     return str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "meant"), [("partitoin", "partition"), ("mem-per-cpus", "mem-per-cpu")]
+)
+def test_a_misspelled_option_of_sbatch_is_refused(key, meant):
+    assert f"did you mean {meant}?" in refused("slurm", settings={key: "4"})
+
+
+def test_an_option_that_a_site_has_added_is_passed_on(monkeypatch, recipes):
+    for key in ("container-image", "container-mounts", "container-env", "x11"):  # of pyxis, others
+        monkeypatch.setitem(CASES, "slurm-site", {"settings": {key: "a"}})
+        assert f"#SBATCH --{key}=a\n" in document("slurm-site")
+
+
 def test_slurm_refuses_counts_that_were_not_checked():
     for key in ("nodes", "ntasks", "gpus-per-node"):
         assert "use --nodes and --gpus" in refused("slurm", settings={key: "4"})

@@ -269,6 +269,28 @@ def test_arguments_of_the_template_change_the_prompt_and_unknown_ones_are_refuse
         assert (status, found["error"]["param"]) == (400, "chat_template_kwargs")
 
 
+def test_what_a_message_says_is_read_or_refused(client):
+    """`prefix` of DeepSeek's and Mistral's changed nothing."""
+
+    def answered(**more):
+        status, found = client.post(CHAT, messages=[{**ASKED[0], **more}], max_tokens=1)
+        return status, found.get("error", {})
+
+    assert answered()[0] == 200
+    # what a client of OpenAI sends back with each message
+    assert answered(name="Ann", refusal=None, annotations=[], audio=None, prefix=None)[0] == 200
+    for key in ("prefix", "no_such_key", "k" * 1000):
+        status, error = answered(**{key: True})
+        assert (status, error["code"], error["param"]) == (400, "unknown_parameter", "messages")
+        assert error["message"].startswith(f"messages: {key} of a turn: nothing reads it")
+    part = {"type": "text", "text": "Hi", "detail": "high"}
+    assert answered(content=[part])[0] == 200
+    status, error = answered(content=[{**part, "volume": 1}])
+    assert status == 400 and error["message"].startswith(
+        "messages: volume of a part: nothing reads"
+    )
+
+
 def test_a_temperature_that_no_logit_can_be_divided_by_is_greedy(client):
     body = {"prompt": "x", "max_tokens": 9}
     expected = client.ok(TEXT, **body, temperature=0)["choices"]

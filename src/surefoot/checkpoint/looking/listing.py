@@ -11,7 +11,6 @@ Runs with URLs are listed by a plugin that reaches their stores (``RemoteStores`
 from __future__ import annotations
 
 import contextlib
-import difflib
 import stat
 import time
 from collections import Counter
@@ -22,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, similar
 from ...extensions import Extended
 from ...log import fell_back
 from ...storage import files
@@ -354,7 +353,7 @@ def _metrics(lines: Sequence[CheckpointLine], options: PruneOptions) -> dict[int
     metrics = metrics_in(history, options.metric)
     if not metrics and options.rule.keep_best and history:
         logged_names = sorted({str(key) for row in history if isinstance(row, dict) for key in row})
-        near = difflib.get_close_matches(options.metric, logged_names, n=1)
+        near = similar(options.metric, logged_names)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(logged_names)}"
         raise CheckpointError(f"--metric: {options.metric!r} was never logged; {hint}")
     if metrics and options.greater is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ from ...checkpoint.layouts import LAYOUTS
 from ...checkpoint.layouts.detection import open_contents, shown, states_of
 from ...checkpoint.looking.listing import CheckpointLine, list_run, verified
 from ...checkpoint.looking.summary import Group, Summary, Tensor, summarise
-from ...errors import CheckpointError
+from ...errors import CheckpointError, similar
 from ...storage.remote import Address
 from ...terminal_text import in_bytes, one_line
 from ..table import (
@@ -186,7 +185,7 @@ def _state(checkpoint: Path, name: str) -> object:
         return states[name]
     if not states:
         raise CheckpointError(f"{checkpoint}: it contains no states, so no {name!r}")
-    near = difflib.get_close_matches(name, states, n=1)
+    near = similar(name, states)
     hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(states))}"
     raise CheckpointError(f"{checkpoint}: it contains no state {name!r}; {hint}")
 

@@ -13,7 +13,7 @@ from inspect import signature
 import torch
 
 from ...batch import Batch, Features
-from ...errors import ModelError
+from ...errors import DataError, ModelError
 from ..example import MEDIA_COLUMN
 from ..text.collation import split
 from .files import MediaFiles, Seen, seen_in
@@ -21,6 +21,7 @@ from .processor import MediaProcessor
 
 RopeIndex = Callable[..., tuple[torch.Tensor, torch.Tensor]]  # positions [A, B, T], and more
 _GRID = "image_grid_thw"  # what positions of several axes are computed from
+_SAME = 0.05  # of a side: processors round it to a multiple of their patches
 _KINDS = ("token_type_ids", "mm_token_type_ids")  # 1 at the tokens of pictures
 
 
@@ -69,6 +70,21 @@ class BatchMedia:
     model: ModelInputs
     spare: Features | None = None  # a masked example with a picture, for batches without one
     make_spare: Callable[[], Features] | None = None
+
+    def resizes(self, sources: Sequence[str | bytes]) -> bool:
+        """Whether the model sees one of the pictures of a row in another size than its file has, by
+        ``data.media.max_pixels`` or by its processor."""
+        for source in sources:
+            try:
+                seen, full = self.files.look_with_size(source)
+                size = self.processor.size_seen((seen.width, seen.height))
+            except DataError:
+                continue  # which the encoding says
+            if size is not None and any(
+                abs(a - b) > _SAME * b for a, b in zip(size, full, strict=True)
+            ):
+                return True
+        return False
 
     def complete(self, features: Sequence[Features]) -> Sequence[Features]:
         """With a picture in it, if a spare is set: ranks that share weights must run the same

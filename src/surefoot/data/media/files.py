@@ -101,8 +101,13 @@ class MediaFiles:
     def look(self, source: str | bytes) -> Seen:
         """A picture of a row, by its header; its tokens are not known here. Raises ``DataError``:
         there is none, or the model would see another one."""
+        return self.look_with_size(source)[0]
+
+    def look_with_size(self, source: str | bytes) -> tuple[Seen, Size]:
+        """The same, and the size of its file, which may be larger."""
         if isinstance(source, Noise):
-            return Seen(source, source, *_noise(source).size, 0)
+            size = _noise(source).size
+            return Seen(source, source, *size, 0), size
         path = self._kept(source) if isinstance(source, bytes) else source
         if isinstance(source, str) and path.startswith((_NOISE, _KEPT, _INLINE)):
             path = f"./{path}"  # a file of that name, of which nothing but a path is meant
@@ -126,7 +131,8 @@ class MediaFiles:
             may_turn = not is_png or any(mark in data for mark in _TURNING)
             if may_turn and image.getexif().get(_ORIENTATION, 1) >= _QUARTER_TURNED:
                 width, height = height, width
-        return Seen(path, xxhash.xxh3_64_hexdigest(data), *self._fitted((width, height)), 0)
+        size = width, height
+        return Seen(path, xxhash.xxh3_64_hexdigest(data), *self._fitted(size), 0), size
 
     def decode(self, seen: Seen) -> Image:
         """The pixels of a picture. Raises ``DataError``: it is not what it was when its row was

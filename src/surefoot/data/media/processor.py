@@ -130,6 +130,7 @@ class MediaProcessor:
     files: Mapping[str, bytes]  # that it was opened from
     _texts: dict[tuple[Size, ...], list[str]] = field(default_factory=dict, repr=False)
     _counts: dict[str, int] = field(default_factory=dict, repr=False)
+    _sizes: dict[Size, Size | None] = field(default_factory=dict, repr=False)
 
     def expand(self, text: str, pictures: Sequence[Seen], *, is_whole: bool) -> Expanded:
         """Rendered ``text`` with the text of each picture at its placeholder. ``is_whole``: it has
@@ -176,6 +177,21 @@ class MediaProcessor:
             # Photos have thousands of sizes, whose texts are kilobytes, and few different ones.
             self._texts[key] = [sys.intern(text) for text in texts]
         return self._texts[key]
+
+    def size_seen(self, size: Size) -> Size | None:
+        """The size in which the model sees a picture of ``size``; None if that is not known, as of
+        one that the processor cuts into tiles. Raises ``DataError``, as ``texts_of``."""
+        if size not in self._sizes:
+            self.texts_of([size])
+            outputs, _ = self._process([[_blank(size)]])
+            grids, pixels = outputs.get("image_grid_thw"), outputs.get("pixel_values")
+            patch = getattr(self.processor.image_processor, "patch_size", None)
+            self._sizes[size] = None
+            if grids is not None and isinstance(patch, int):
+                self._sizes[size] = int(grids[0, 2]) * patch, int(grids[0, 1]) * patch
+            elif isinstance(pixels, torch.Tensor) and pixels.ndim == 4 and len(pixels) == 1:
+                self._sizes[size] = pixels.shape[3], pixels.shape[2]
+        return self._sizes[size]
 
     def kept(self, ids: Sequence[int], pictures: Sequence[Seen]) -> list[Seen] | None:
         """The pictures of a row that may have been cut; None if it was cut through one, or between

@@ -30,6 +30,10 @@ from ..data_order import Description, Index, draw, permutation
 from ..store.dataset import EncodedDataset, ExampleStream
 from .micro_batches import Batching, check_divides
 
+_RESTORE = (
+    "restore what they are made from: the rows of its datasets and their pictures, the tokenizer "
+    "and the chat template"
+)
 NAMES = {
     "streaming": "data.streaming",
     "length": "the number of examples",
@@ -212,7 +216,7 @@ class Loader:
         for name, what in NAMES.items():
             if name in here and saved.get(name) != here[name]:
                 is_setting = " " not in what
-                cure = f"set {what} back" if is_setting else "restore the rows of its datasets"
+                cure = f"set {what} back" if is_setting else _RESTORE
                 raise DataError(
                     f"cannot resume mid-epoch: {what} was {saved.get(name)} in the checkpoint "
                     f"and is {here[name]} now; {cure}, or start a new run from its weights in "

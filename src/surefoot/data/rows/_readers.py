@@ -87,8 +87,8 @@ def read_csv(path: Path) -> Iterator[Line]:
                 else:
                     sizes = counted(len(record), "value"), counted(len(names), "name")
                     yield f"line {records.line_num} has {sizes[0]} under {sizes[1]}"
-        except UnicodeDecodeError as error:
-            raise not_utf8(path, f"after line {records.line_num}", error) from None
+        except UnicodeDecodeError:
+            raise not_utf8(path) from None
         except csv.Error as error:
             raise DataError(f"{path}: not valid CSV at line {records.line_num}: {error}") from None
 
@@ -189,8 +189,8 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
         for number, line in enumerate(file, 1):
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise not_utf8(path, f"line {number}", error) from None
+            except UnicodeDecodeError:
+                raise not_utf8(path) from None
             if text.strip():
                 yield number, text.rstrip("\r\n")
 
@@ -261,17 +261,24 @@ def _text_of(path: Path, size: int = -1) -> str:
     try:
         # a character that ``size`` cuts through is left out
         return codecs.getincrementaldecoder("utf-8-sig")().decode(data, final=size < 0)
-    except UnicodeDecodeError as error:
-        raise not_utf8(path, "the file", error) from None
+    except UnicodeDecodeError:
+        raise not_utf8(path) from None
 
 
-def not_utf8(path: Path, where: str, error: UnicodeDecodeError) -> DataError:
-    """The error for a text file in another encoding."""
-    bad_byte = error.object[error.start]
+def not_utf8(path: Path) -> DataError:
+    """The error for a text file in another encoding, with the first line that is not UTF-8: readers
+    that read ahead have seen lines before it alone."""
+    where, kind = "it", "ISO-8859-1"
     with path.open("rb") as file:
-        start = file.read(4)
-    kind = next((MARKS[mark] for mark in MARKS if start.startswith(mark)), "ISO-8859-1")
-    return DataError(f"{path}: {where}: byte 0x{bad_byte:02x} is not UTF-8 text; {_convert(kind)}")
+        for number, line in enumerate(file, 1):
+            if number == 1:
+                kind = next((MARKS[mark] for mark in MARKS if line.startswith(mark)), kind)
+            try:
+                line.decode("utf-8-sig")
+            except UnicodeDecodeError as error:
+                where = f"line {number}: byte 0x{error.object[error.start]:02x}"
+                break
+    return DataError(f"{path}: {where} is not UTF-8 text; {_convert(kind)}")
 
 
 def _convert(kind: str) -> str:

@@ -13,7 +13,7 @@ from glob import has_magic
 from pathlib import Path
 from typing import TypeVar
 
-from ...errors import DataError
+from ...errors import DataError, did_you_mean
 from ...schema.locations import DATA_FILES, DatasetReference
 from ...storage import files
 from ...storage.remote import is_address
@@ -21,7 +21,7 @@ from ..example import JSON, BrokenRow, Example
 from ..section import DataSection
 from ._row_sources import OTHER_FILES, PACKED, refuse_other
 from .formats import Format
-from .formats.fields import Row, nearest
+from .formats.fields import Row
 from .registry import FILE, HUBS, DatasetEntry, read_entry, read_form, read_registry
 from .rows import ANY, Reading, read_examples
 
@@ -126,7 +126,7 @@ class Catalog:
             where = dict.fromkeys(each / Path(source).parent for each in near_by)
             names = {p.name: None for each in where if each.is_dir() for p in each.iterdir()}
             looked = " and ".join(map(str, where))
-            hint = nearest(Path(source).name, names)
+            hint = did_you_mean(Path(source).name, names)
             return DataError(
                 f"dataset {source!r}: no such file or folder{hint}; looked in {looked}"
             )
@@ -138,7 +138,7 @@ class Catalog:
             )
         more = ", ..." if len(self._registry) > 10 else ""
         listed = ", ".join(list(self._registry)[:10]) + more
-        hint = nearest(source, self._registry) or f" (it has {listed})"
+        hint = did_you_mean(source, self._registry) or f" (it has {listed})"
         return DataError(f"dataset {source!r} is not in {self._path}{hint}")
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ...errors import DataError
+from ...errors import DataError, did_you_mean
 from ...storage.remote import Address, is_address
 from ..example import JSON, BrokenRow
 from ._readers import TextUnit
@@ -23,7 +23,7 @@ from .formats._alpaca import Alpaca
 from .formats._token_ids import TokenIds
 from .formats._trl import TRL
 from .formats._turns import OpenAI, ShareGPT
-from .formats.fields import Row, nearest, shown, structure, unique_keys
+from .formats.fields import Row, shown, structure, unique_keys
 
 FILE = "dataset_info.json"
 DEFAULT = "alpaca"  # formatting of an entry that has columns
@@ -133,7 +133,7 @@ def _form(
     if seen is not None:
         kind, ranking = next(k for k, each in FORMATS.items() if type(seen) is each), seen.ranking
     if kind not in FORMATS:
-        hint, format_names = nearest(kind, FORMATS), ", ".join(FORMATS)
+        hint, format_names = did_you_mean(kind, FORMATS), ", ".join(FORMATS)
         raise DataError(f"{where}.formatting: expected one of {format_names}, got {kind!r}{hint}")
     names = _names(raw, "columns", kind, where) | _names(raw, "tags", kind, where)
     for column in RANKING_COLUMNS:
@@ -172,7 +172,7 @@ def _checked(entry: object, where: str) -> dict[str, Any]:
     """An entry without nulls, with known keys whose values are of the right types."""
     raw = _object(entry, where)
     for key in raw.keys() - KINDS.keys() - REFUSED.keys():
-        hint = nearest(key, KINDS) or f" (known: {', '.join(KINDS)})"
+        hint = did_you_mean(key, KINDS) or f" (known: {', '.join(KINDS)})"
         raise DataError(f"{where}: unknown key {key!r}{hint}")
     source_keys = [key for key in SOURCES if key in raw]
     refused = [key for key in REFUSED if key in raw]
@@ -204,7 +204,7 @@ def _names(raw: Mapping[str, Any], key: str, kind: str, where: str) -> dict[str,
             )
         if name not in allowed and name not in OFF:
             words = ", ".join(allowed) or f"no {key}"
-            hint = nearest(name, allowed) or f" ({kind} has {words})"
+            hint = did_you_mean(name, allowed) or f" ({kind} has {words})"
             raise DataError(f"{where}: unknown name {name!r}{hint}")
         is_needed = key == "tags" or name == FORMATS[kind].main
         if not (isinstance(value, str) and value) and (value is not None or is_needed):

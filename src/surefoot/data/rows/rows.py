@@ -6,14 +6,13 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from functools import cache
 from itertools import islice
 from math import isnan
 
-from ...errors import DataError, counted
+from ...errors import DataError, counted, did_you_mean, similar
 from ..data_order import Index
-from ..example import BrokenRow, Example, Message
+from ..example import BrokenRow, Example, Message, sources_of
 from ..section import DataSection
 from ._row_sources import first_broken
 from .formats import FORMATS, Format
@@ -26,7 +25,6 @@ from .formats.fields import (
     NothingToLearnError,
     Row,
     from_json,
-    nearest,
     shown,
     template_arguments,
     without_added_nulls,
@@ -51,6 +49,12 @@ TRUTH = ("true", "false")  # csv has only text
 POINTERS = re.compile(r"<(image|video|audio|bbox|ref-object)(?:[ _-]?\d+)?>")
 POINTED = {"image": "images", "video": "videos", "audio": "audios"}  # others to ``objects``
 
+_BOXES = re.compile(r"""["'](?:b?box(?:es)?|points?)(?:_2d)?["']\s*:\s*\[|<\|?box(?:_start\|)?>""")
+BOXES_OF_FILES = (
+    "boxes beside a picture that the model sees in another size than its file has; if they are in "
+    "pixels, write them in those of that size (data.media.max_pixels, the limits of the processor)"
+)
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -60,6 +64,8 @@ class Reading:
     columns: frozenset[str] = frozenset()  # that the stage reads beside the conversation
     pairs: bool = True  # of chosen and rejected; else what stands beside them is read
     sees: bool | None = None  # whether marks stand for pictures; None: they may be text
+    # whether the model sees one of these pictures in another size than its file has
+    resizes: Callable[[Sequence[str | bytes]], bool] = lambda _: False
 
 
 ANY = Reading(lambda *_: True)  # before it is known what is trained, and how
@@ -124,6 +130,7 @@ def _read(
         columns = [name for name in unread if name not in flags]
         return replace(
             example,
+            notes=(*example.notes, *_notes_of_boxes(example, reading)),
             origin=f"{entry.name}:{index}",
             unread_mark=unread_mark(entry, row),
             unread=(*columns, *_inside(example, entry.format, reading, entry.named, columns)),
@@ -188,6 +195,16 @@ def _inside(
     return (*unread, *(f"{mark} in a text" for mark in marks))
 
 
+def _notes_of_boxes(example: Example, reading: Reading) -> Iterator[str]:
+    """That the boxes in a row's texts may be pixels of another picture than the model sees. What
+    they mean, no row says, so they are named and not changed."""
+    messages = [m for m in (*example.messages, example.chosen, example.rejected) if m is not None]
+    sources = sources_of(messages)
+    has_boxes = sources and any(_BOXES.search(message.content) for message in messages)
+    if has_boxes and reading.resizes(sources):
+        yield BOXES_OF_FILES
+
+
 def _unread_marks(example: Example, form: Format, named: Collection[str]) -> dict[str, str]:
     """The marks in the texts of a row that stand for nothing, and the column that each points to,
     unless its entry says by null for the column that they are text."""
@@ -249,7 +266,7 @@ def _check_columns(
 
 def _advice(entry: DatasetEntry, column: str, first_values: Mapping[str, object]) -> str:
     """A suggestion for the entry, derived from the columns of the dataset."""
-    if hint := nearest(column, first_values):
+    if hint := did_you_mean(column, first_values):
         return hint
     for name, kind in FORMATS.items():
         main = getattr(kind(), kind.main)
@@ -259,7 +276,7 @@ def _advice(entry: DatasetEntry, column: str, first_values: Mapping[str, object]
         return ' (add "columns": {"prompt": "text"} to the entry?)'
     if not entry.named:
         others = (name for name in first_values if name not in USUAL)
-        near = ((name, get_close_matches(name, USUAL, n=1, cutoff=0.8)) for name in others)
+        near = ((name, similar(name, USUAL, cutoff=0.8)) for name in others)
         if misspelled := next(((name, close[0]) for name, close in near if close), None):
             return f" (did you mean {misspelled[1]} by {misspelled[0]}?)"
     texts = [name for name, value in first_values.items() if not isinstance(value, list | dict)]

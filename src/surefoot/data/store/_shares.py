@@ -12,13 +12,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from itertools import cycle
 from typing import IO, TypeVar
 
 from ...log import fell_back
+from ...storage.cgroups import usable_cores
 from ...storage.child import Child
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ Batch = TypeVar("Batch")
 
 def num_shares() -> int:
     """How many processes may encode on the cores that this one may use; 1: none but this."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1  # Linux alone
+    cores = usable_cores()
     return 1 if cores < LEAST_CORES else min(cores, MAX_SHARES)
 
 

@@ -7,11 +7,9 @@ What the terminal shows of a run is the board's: its state with the evidence, fi
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 import math
 import secrets
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -230,8 +228,6 @@ def watch(places: tuple[str, ...], *, metrics: tuple[str, ...], once: bool, ever
     with Ctrl-C, which leaves the runs alone.
     """
     boards = [Board(folder) for folder in _watched(places)]
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a name may have letters that a terminal lacks
-        sys.stdout.reconfigure(errors="backslashreplace")
     screen = Console(markup=False, highlight=False)
     screen.width = max(20, screen.width)
 

@@ -7,7 +7,6 @@ that its error may pass, and makes a ``StoreError`` for people of the last one.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import errno
 import logging
 import random
@@ -19,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...errors import CheckpointError, installation
+from ...errors import CheckpointError, did_you_mean, installation
 from ...log import announced, fell_back
 from ...storage.remote import Address
 
@@ -167,8 +166,7 @@ def _open(address: Address) -> tuple[Any, str]:
 
     schemes = ["s3", "gs", *sorted(available_protocols())]
     if address.scheme not in schemes:
-        close = difflib.get_close_matches(address.scheme, schemes, n=1, cutoff=0.5)
-        hint = f" (did you mean {close[0]}?)" if close else ""
+        hint = did_you_mean(address.scheme, schemes, cutoff=0.5)
         raise StoreError(f"{address}: unknown scheme {address.scheme!r}{hint}")
     try:
         cls = get_filesystem_class(address.scheme)

@@ -3,7 +3,6 @@ that waits three hours in a queue and then fails at a typing error is what users
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from ...data.order.micro_batches import check_divides
 from ...data.rows.catalog import problems_of
-from ...errors import DataError, RecipeError, RunError, counted
+from ...errors import DataError, RecipeError, RunError, counted, similar
 from ...recipe.recipe import Recipe
 from ...recipe.recipe_data import find_base, with_batch_sizes
 from ...run.code_files import check_functions
@@ -90,7 +89,7 @@ def read_settings(words: Sequence[str], allowed: Collection[str] | None) -> dict
         if not re.fullmatch("[a-z][a-z0-9_-]+", key):
             raise RunError(f"--set {word!r}: expected KEY=VALUE, with the long name of a setting")
         if allowed is not None and key not in allowed:
-            near = difflib.get_close_matches(key, allowed, n=1)
+            near = similar(key, allowed)
             hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(allowed)}"
             raise RunError(f"--set {key}: no such setting; {hint}")
         if key in settings:

@@ -4,13 +4,30 @@ from __future__ import annotations
 
 import shlex
 
-from ...errors import RunError
+from ...errors import RunError, similar
 from .request import LaunchRequest
 
 PROGRAM = ("sbatch",)
 SETTINGS = None  # sbatch has about a hundred options, and knows them
 SEES_FILES = True  # the disk of the machine on which `launch` runs
 _CPUS = 'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"  # srun does not inherit it (22.05)'
+# Of Slurm 25.05. Sites add options of their own (SPANK), so others are refused only if they look
+# like one of these.
+_OPTIONS = """
+    account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment
+    constraint container container-id contiguous core-spec cores-per-socket cpu-freq
+    cpus-per-gpu cpus-per-task cpus-per-tres deadline delay-boot dependency distribution error
+    exclude exclusive export export-file extra extra-node-info get-user-env gid gpu-bind
+    gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task gres gres-flags hint hold
+    ignore-pbs input job-name kill-on-invalid-dep licenses mail-type mail-user mcs-label mem
+    mem-bind mem-per-cpu mem-per-gpu mem-per-tres mincpus network nice no-kill no-requeue
+    nodefile nodelist nodes ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node
+    ntasks-per-socket oom-kill-step open-mode output overcommit oversubscribe parsable partition
+    power prefer priority profile propagate qos quiet reboot requeue reservation resv-ports
+    segment signal sockets-per-node spread-job stepmgr switches test-only thread-spec
+    threads-per-core time time-min tmp tres-bind tres-per-job tres-per-node tres-per-socket
+    tres-per-task uid use-min-nodes verbose wait wait-all-nodes wckey
+"""
 _COUNTS = {"nodes", "ntasks", "ntasks-per-node", "gpus", "gpus-per-node", "gpus-per-task"}
 _REASONS = {
     "signal": "before the time limit: finish the step, save, exit",
@@ -24,6 +41,13 @@ def document(request: LaunchRequest) -> str:
     settings = dict(request.settings)
     if contradicting := sorted(_COUNTS & settings.keys()):
         raise RunError(f"--set {contradicting[0]}: use --nodes and --gpus, which are checked")
+    known = _OPTIONS.split()
+    for key in sorted(settings.keys() - {*known, "setup", "restarts"}):
+        if near := similar(key, known, cutoff=0.85):
+            raise RunError(
+                f"--set {key}: sbatch has no such option; did you mean {near[0]}? For an option of "
+                f"your site alone, write --set setup='#SBATCH --{key}=...'"
+            )
     setup, restarts = settings.pop("setup", ""), request.number("restarts", 100)
     settings.pop("restarts", None)
     options: dict[str, str] = {

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
+
+from ...errors import did_you_mean
 
 OUTCOMES = ("is", "makes", "ignored", "refused", "command")
 _TRUE, _FALSE = ("true", "yes", "y", "1", "on"), ("false", "no", "n", "0", "off")
@@ -46,7 +47,7 @@ class Argument:
             raise RefusedError(name, message) from None
         if self.choices and str(converted) not in self.choices:
             problem = f"expected one of {', '.join(self.choices)}, got {converted!r}"
-            raise RefusedError(name, problem + near(str(converted), self.choices))
+            raise RefusedError(name, problem + did_you_mean(str(converted), self.choices))
         return converted
 
     def refuses(self, value: object) -> bool:
@@ -54,12 +55,6 @@ class Argument:
         is_off = self.kind == "any" and str(value).lower() in _FALSE
         is_set = value not in (self.default, None, "", [], {}, *self.allowed)
         return self.outcome == "refused" and is_set and not is_off
-
-
-def near(name: str, names: Iterable[str]) -> str:
-    """``(did you mean ...?)``, if one of ``names`` looks like ``name``."""
-    matches = difflib.get_close_matches(name, names, 1)
-    return f" (did you mean {matches[0]}?)" if matches else ""
 
 
 def _text(value: object) -> str:

@@ -14,12 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ...errors import did_you_mean
 from ...recipe.overrides import Overrides, override, put
 from ...recipe.recipe import ConvertedFile, Recipe
 from ...recipe.yaml import Document
 from ...schema import Problem
 from ...schema import settings as sections_of
-from .arguments import ARGUMENTS, Argument, RefusedError, near
+from .arguments import ARGUMENTS, Argument, RefusedError
 from .commands import other_commands
 from .llamafactory import (
     LLAMAFACTORY,
@@ -112,8 +113,9 @@ class Conversion:
         values = dict[str, Any]()
         for name, value in data.items():
             if name not in program.arguments:
-                message = f"no argument of {program.title}{near(str(name), program.arguments)}"
-                self.problems.append(Problem((name,), message))
+                hint = did_you_mean(str(name), program.arguments)
+                problem = Problem((name,), f"no argument of {program.title}{hint}")
+                self.problems.append(problem)
                 continue
             argument = program.arguments[name]
             with self.refusing():

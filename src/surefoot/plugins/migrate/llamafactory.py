@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ...data.rows.registry import FILE, read_registry
-from ...errors import DataError, RecipeError
+from ...errors import DataError, RecipeError, did_you_mean
 from ...parallel.section import launched
 from ...recipe.files import read_text
 from ...recipe.yaml import parse
 from ...storage.remote import is_repository_name
 from ...training.section import TrackerName
-from .arguments import ARGUMENTS, FILES, RefusedError, near
+from .arguments import ARGUMENTS, FILES, RefusedError
 from .optimizer_arguments import optimizer, optimizer_name
 from .rules import GivenArguments, Program, Rules, Settings
 from .templates import TEMPLATES, eos_of, next_roles, same_template
@@ -127,7 +127,7 @@ def _template(arguments: GivenArguments) -> Settings:
     if name is None or arguments["stage"] == "pt":
         return {}
     if name not in TEMPLATES:
-        hint = near(name, TEMPLATES)
+        hint = did_you_mean(name, TEMPLATES)
         message = f"LLaMA-Factory 0.9.5 has no template {name!r}, though former releases may{hint}"
         raise RefusedError("template", f"{message}; without one, the model's own is used")
     template, system = same_template(name)

@@ -5,13 +5,12 @@ Each is a key of the file that it replaces, or needs nothing here.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...errors import RecipeError
+from ...errors import RecipeError, similar
 from ...recipe.files import read_text
 from ...recipe.overrides import read_arguments
 from ...recipe.yaml import Document, parse, parse_argument
@@ -48,7 +47,7 @@ def read_words(words: Sequence[str]) -> tuple[Document, list[str]] | None:
     if empty := [name for name, given in values.items() if not given]:
         raise RecipeError(f"{_LINE}: --{empty[0]}: expected a value")
     if odd := [name for name in values if name not in _ALL]:
-        close = difflib.get_close_matches(odd[0], _ALL, n=1)
+        close = similar(odd[0], _ALL)
         hint = f" (did you mean --{close[0]}?)" if close else ""
         raise RecipeError(f"{_LINE}: --{odd[0]} is no argument of run_mindformer.py{hint}")
     (config,) = values.pop("config")

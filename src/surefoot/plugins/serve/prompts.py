@@ -9,6 +9,7 @@ from typing import Any
 
 from ...data.example import JSON, Example, Message
 from ...data.rows.formats import FORMATS
+from ...data.rows.rows import Reading, parse_row, unread_keys
 from ...data.text.templates import with_arguments
 from ...errors import DataError, SurefootError
 from ...storage import files
@@ -17,6 +18,10 @@ from .models import ServedModel
 from .response_text import ResponseText
 
 _MOST_BYTES = 1 << 28  # of a picture
+_FORM = FORMATS["openai"]()
+# What clients of OpenAI send back with each message, and few chat templates show.
+_WITHOUT_EFFECT = {"name", "tool_call_id", "id", "type", "index", "refusal", "annotations"}
+_WITHOUT_EFFECT |= {"audio", "detail", "strict", "cache_control"}
 _TAIL = 16  # last tokens of a prompt in which a thought may begin
 
 
@@ -50,6 +55,7 @@ def chat_prompt(
         )
     check_length(model, sum(map(_num_characters, messages)), "messages")
     example = _read(messages, tools)
+    _refuse_unread(model, example)
     if example.tools and model.tool_syntax is None:
         raise ApiError(f"tools: the chat template of {model.name!r} writes no tools", param="tools")
     opened = model.opened
@@ -116,10 +122,24 @@ def _num_characters(message: Mapping[str, Any]) -> int:
 def _read(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> Example:
     """The conversation, as rows of datasets in OpenAI's format are read."""
     try:
-        return FORMATS["openai"]().read({"messages": list(messages), "tools": list(tools) or None})
+        return parse_row(_FORM, {"messages": list(messages), "tools": list(tools) or None})
     except DataError as error:
         param = "tools" if "'tools'" in str(error) else "messages"
         raise ApiError(f"{param}: {error}", param=param) from None
+
+
+def _refuse_unread(model: ServedModel, example: Example) -> None:
+    """Raise ``ApiError`` if a message, a part or a call says what neither this server nor the chat
+    template reads, such as DeepSeek's ``prefix``."""
+    for key in unread_keys(example, _FORM, Reading(model.opened.codec.reads)):
+        name = key.partition(" of ")[0]
+        if name not in _WITHOUT_EFFECT:
+            raise ApiError(
+                f"messages: {key}: nothing reads it, and this server ignores none; remove it (a "
+                "text that the response is to continue goes to /v1/completions)",
+                param="messages",
+                code="unknown_parameter",
+            )
 
 
 def each_prompt(prompts: Prompts) -> list[Any]:

@@ -16,6 +16,7 @@ from rich.console import Console
 from ...cli.table import JSON, cell, console, frame, number, print_json, table
 from ...errors import RecipeError, RunError, counted, installation
 from ...parallel.section import launched
+from ...storage.cgroups import usable_cores
 from ...storage.child import LAUNCHER
 from ...storage.folder_lock import lock
 from ...terminal_text import visible
@@ -214,8 +215,7 @@ def _environments(jobs: int) -> list[dict[str, str]]:
         import torch
 
         devices = [str(number) for number in range(torch.cuda.device_count())]
-    # The cores of this process: a container or a queue may give fewer than the machine has.
-    num_cores = max(1, len(os.sched_getaffinity(0)) // jobs)
+    num_cores = max(1, usable_cores() // jobs)
     num_devices = len(devices) // jobs
     environments: list[dict[str, str]] = [{} for _ in range(jobs)]
     for job, environment in enumerate(environments):

@@ -124,6 +124,7 @@ class _Reader:
         """Read and encode the rows of a dataset, at most ``limit``, or the ``chosen`` ones."""
         dataset = ReadDataset(DatasetFigures(entry.name, is_evaluation))
         dataset.figures.remarks = list(entry.source.remarks)
+        dataset.figures.max_broken_rows = self._parts.data.max_broken_rows
         max_samples = entry.limit(self._parts.data.max_samples) if chosen is None else None
         rows = read_examples(
             entry,

@@ -72,6 +72,7 @@ class DatasetFigures:
     pictures: Counter[PictureSize] = field(default_factory=Counter)
     bad_pictures: list[str] = field(default_factory=list)  # all of them, by row and name
     broken: CountedRows = field(default_factory=CountedRows)
+    max_broken_rows: int = 0  # with more of them, training stops
     cut: CountedRows = field(default_factory=CountedRows)
     dropped: dict[str, CountedRows] = field(default_factory=dict)  # by reason
     odd: dict[str, CountedRows] = field(default_factory=dict)  # by what is odd

@@ -80,9 +80,12 @@ def findings_in(figures: DatasetFigures) -> Iterator[Finding]:
         advice = "restore or convert the files, or remove the rows; each of them stops training"
         yield problem("pictures that cannot be read", len(bad), bad, advice)
     if (broken := figures.broken).count:
-        yield problem("rows that cannot be read", broken.count, broken.rows, "mend them")
+        most = figures.max_broken_rows
+        stops = f": training stops at more than data.max_broken_rows = {most}"
+        advice = f"fix them{stops if broken.count > most else ''}"
+        yield problem("rows that cannot be read", broken.count, broken.rows, advice)
     for reason, dropped in figures.dropped.items():
-        cure = LONGER if "cutoff_len" in reason else "mend or remove them"
+        cure = LONGER if "cutoff_len" in reason else "fix or remove them"
         what = f"examples that are dropped: {reason}"
         yield problem(what, dropped.count, dropped.rows, cure)
     if (equal := figures.equal).count:

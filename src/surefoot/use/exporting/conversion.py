@@ -53,6 +53,7 @@ from ...methods.adapter import AdapterMethod
 from ...model.adapter_files import attach_empty, config_value
 from ...model.config import (
     CONFIG,
+    NO_MODEL_AT_ALL,
     ROPE,
     auto_class,
     changed_config,
@@ -60,6 +61,7 @@ from ...model.config import (
     is_dequantized_here,
     old_layers,
     old_rope,
+    why_no_model,
 )
 from ...model.section import ModelSection
 from ...model.tokenizer import load_tokenizer
@@ -485,6 +487,7 @@ def meta_model(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
             model: PreTrainedModel = auto_class(config).from_config(
                 config, trust_remote_code=trust_remote_code
             )
-    except (ValueError, OSError, ImportError, KeyError) as error:
-        raise ModelError(f"{folder}: cannot read the model: {str(error).splitlines()[0]}") from None
+    except NO_MODEL_AT_ALL as error:
+        reason = why_no_model(error, folder)
+        raise ModelError(f"{folder}: cannot read the model: {reason}") from None
     return model

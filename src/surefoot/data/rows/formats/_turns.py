@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ....errors import DataError
+from ....errors import DataError, did_you_mean
 from ...example import JSON, MEDIUM, THOUGHT_KEYS, Example, Message, Role
 from ._picture_sources import refuse_sizes, source_of, with_pictures
 from .fields import (
@@ -22,7 +22,6 @@ from .fields import (
     label,
     mark_unread,
     missing,
-    nearest,
     shown,
     structure,
     text,
@@ -145,7 +144,7 @@ class Turns:
                 f"{where}: unknown role {role!r}, which is ShareGPT's; write into the entry of the "
                 f"dataset: formatting: sharegpt, columns: {{messages: COLUMN}}, {tags}"
             )
-        hint = nearest(str(role), role_names) or f" (expected one of {', '.join(role_names)})"
+        hint = did_you_mean(str(role), role_names) or f" (expected one of {', '.join(role_names)})"
         cure = f'; name one of yours in the entry: "tags": {{"user_tag": "{role}"}}'
         return DataError(f"{where}: unknown role {role!r}{hint}{cure}")
 

@@ -7,10 +7,9 @@ columnar files contain nulls where a row has no value.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
-from difflib import get_close_matches
+from collections.abc import Collection, Mapping
 
-from ....errors import DataError
+from ....errors import DataError, did_you_mean
 from ...example import JSON
 
 Row = Mapping[str, object]
@@ -157,14 +156,8 @@ def missing(row: Row, column: str | None) -> DataError:
     """The error for a row without its main column, or with a null in it."""
     if column in row:
         return NothingToLearnError(f"no value in the column {column!r}")
-    columns = ", ".join(row) or "none"
-    return DataError(f"no column {column!r} (columns found: {columns}){nearest(str(column), row)}")
-
-
-def nearest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
-    """`` (did you mean x?)`` for the choice most similar to ``word``, or nothing."""
-    close = get_close_matches(word, list(choices), n=1, cutoff=cutoff)
-    return f" (did you mean {close[0]}?)" if close else ""
+    columns, hint = ", ".join(row) or "none", did_you_mean(str(column), row)
+    return DataError(f"no column {column!r} (columns found: {columns}){hint}")
 
 
 def shown(value: object) -> str:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from ruamel.yaml import YAML
 
-from ....errors import TemplateError
-from ...rows.formats.fields import nearest
+from ....errors import TemplateError, did_you_mean
 
 TABLE = Path(__file__).with_name("families.yaml")
 _TOKENS = re.compile(  # what looks like a token that delimits turns
@@ -206,7 +205,7 @@ def checked_syntax(name: str) -> str:
     syntaxes = sorted(path.stem for path in TOOLS.glob("*.part"))
     if name not in syntaxes:
         expected = f"data.tool_format: expected one of {', '.join(syntaxes)}"
-        raise TemplateError(f"{expected}, got {name!r}{nearest(name, syntaxes)}")
+        raise TemplateError(f"{expected}, got {name!r}{did_you_mean(name, syntaxes)}")
     return name
 
 

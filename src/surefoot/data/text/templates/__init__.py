@@ -21,8 +21,7 @@ from typing import cast
 from ruamel.yaml import YAML
 from transformers import PreTrainedTokenizerBase
 
-from ....errors import TemplateError
-from ...rows.formats.fields import nearest
+from ....errors import TemplateError, did_you_mean
 from ...section import DataSection
 from ..families import checked_syntax, families, family_source, may_be_of_family
 from .render import PROBES, USUAL, Probe, Renderer, Words
@@ -147,6 +146,11 @@ def template_mismatch(
     different = {case: pair for case, pair in pairs.items() if pair[0] != pair[1]}
     if not different:
         return None
+    if all("tools" in PROBES[case] for case in different):  # which few data sets have
+        return (
+            f"template {template.name!r} writes function calling in other words than the {owner}'s "
+            f"own; rows without tools are the same. `template: auto` keeps the {owner}'s own"
+        )
     first, pair = next(iter(different.items()))
     ours, theirs = _where_they_part(*pair)
     return (
@@ -211,7 +215,7 @@ def _aliases() -> dict[str, str]:
 
 def _nearest(name: str) -> str:
     more = f"{len(families())} families, which docs/templates.md lists"
-    hint = nearest(name, [*names(), AUTO])
+    hint = did_you_mean(name, [*names(), AUTO])
     return f"{hint}; choose auto, {', '.join(sorted({*bundled(), *_aliases()}))}, or one of {more}"
 
 
@@ -258,7 +262,7 @@ def with_arguments(source: str, arguments: Mapping[str, object], template: str) 
     used_names = set(_NAME.findall(source))
     for name in arguments:
         if name not in used_names or name in GIVEN:
-            hint = nearest(name, used_names, cutoff=0.8)
+            hint = did_you_mean(name, used_names, cutoff=0.8)
             raise TemplateError(
                 f"chat template {template!r} has no argument {name!r}{hint}, so data.{_key(name)} "
                 "would change nothing; remove it, or choose another data.template"

@@ -60,6 +60,8 @@ _CALL_TURNS: list[dict[str, object]] = [
 ]
 _WITH_TOOLS: Mapping[str, list[dict[str, object]]] = {"messages": _CALL_TURNS, "tools": [_TOOL]}
 _SYSTEM: dict[str, object] = {"role": "system", "content": "Instruction"}
+# A server keeps what it has tried of the keys of its clients; further ones are taken as read.
+_MOST_TRIED, _LONGEST_KEY = 4096, 200
 # Conversations that show how a template treats the common cases.
 PROBES: Mapping[str, Probe] = {
     "a question": {"messages": _TURNS[:1]},
@@ -157,8 +159,10 @@ class Renderer:
     def writes(self, key: str, of: str) -> bool:
         """Whether the text shows a ``key`` of the turns of a role, of a ``call``, or of the
         ``arguments`` of a row: a template may name it for others only."""
-        if of == "arguments" or not self.reads(key):
+        if of == "arguments" or len(key) > _LONGEST_KEY or not self.reads(key):
             return key in self._words
+        if (key, of) not in self._written and len(self._written) == _MOST_TRIED:
+            return True
         if (key, of) not in self._written:
             turns = {"messages": [_SYSTEM, *_TURNS]}, {"messages": _TURNS}, _WITH_TOOLS
             plain = [self._rendered(probe) for probe in turns]

@@ -32,7 +32,7 @@ function frame(current) {
     h("nav", { "aria-label": t("Pages") }, (board.is_read_only ? SHOWN : MENU).map((name) => h("a", {
       href: to(name), "aria-current": name === current || (name === "runs" && current === "run") ? "page" : null,
     }, t(PAGES[name].title)))),
-    h("button.quiet", { "data-key": "language", onclick: async () => { await setLanguage(language() === "zh" ? "en" : "zh"); show(); }, lang: language() === "zh" ? "en" : "zh" }, language() === "zh" ? "English" : "中文"),
+    h("button.quiet", { "data-key": "language", onclick: async () => { await setLanguage(language() === "zh" ? "en" : "zh"); show(); }, lang: language() === "zh" ? "en" : "zh" }, language() === "zh" ? "English" : "中文 (Chinese)"),
     h("button.quiet", {
       "data-key": "theme", role: "switch", "aria-label": t("Dark theme"), "aria-checked": String(theme === "dark"),
       onclick: () => {

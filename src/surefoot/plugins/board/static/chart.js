@@ -2,8 +2,8 @@
 import { h, replace } from "./dom.js";
 import { number } from "./format.js";
 
-const LIGHT = ["#17694c", "#c2570c", "#1a63b8", "#8f3fa8", "#a8780b", "#b3261e", "#0e7c86", "#62666d"];
-const DARK = ["#63c79d", "#f0a165", "#7db4f5", "#cf94e3", "#e2c25a", "#f28b82", "#5fc9d1", "#a0a5ad"];
+const LIGHT = ["#17694c", "#c2570c", "#1a63b8", "#8f3fa8", "#a8780b", "#b3261e", "#0e7c86", "#62666d", "#7a4a1e"];
+const DARK = ["#63c79d", "#f0a165", "#7db4f5", "#cf94e3", "#e2c25a", "#f28b82", "#5fc9d1", "#a0a5ad", "#cda27c"];
 
 export const color = (place) => (document.documentElement.dataset.theme === "dark" ? DARK : LIGHT)[place % LIGHT.length];
 

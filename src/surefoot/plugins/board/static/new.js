@@ -103,6 +103,7 @@ export async function page(body, query) {
   replace(body, h("div.row.between", {}, h("h1", {}, t("New run")), from),
     query.checkpoint ? h("div.note", {}, t("It resumes from {checkpoint} of {run}, in a folder of its own.", { checkpoint: query.checkpoint, run: query.run })) : null,
     h("div.row", {}, choose("Model", models, (one) => change(["model", "path"], one)), choose("File of rows", data, (one) => change(["data", "datasets"], [one]))),
+    models.length && data.length ? null : h("p.soft.small", {}, t("Models and files of rows in and below the folder of the board are listed here. Where none lie, start the board a folder higher, or write paths or names of a hub, which are downloaded.")),
     h("div.two", {}, h("div", {}, h("div", { style: { marginBottom: "8px" } }, search), fields.element), h("div", {}, h("div", { style: { marginBottom: "8px" } }, name), text.element)),
     h("div.row", {}, h("button", { onclick: attempt("plan", plan) }, t("Plan: steps, memory, disk")), h("button", { onclick: attempt("preview", datasets) }, t("Preview: what is trained on")),
       h("button", { title: t("Duplicates, overlap with evaluation data, empty or repeated responses, lengths: surefoot data check."), onclick: attempt("check", checkedRows) }, t("Check all rows"))),

@@ -227,6 +227,7 @@ export const ZH = {
   "Model": "模型",
   "File of rows": "数据文件",
   "Choose …": "选择……",
+  "Models and files of rows in and below the folder of the board are listed here. Where none lie, start the board a folder higher, or write paths or names of a hub, which are downloaded.": "此处列出看板所在文件夹及其子文件夹中的模型和数据文件。如果其中没有，请从上一级文件夹启动看板，或填写路径或模型库中的名称（会被下载）。",
   "Problems: {n}": "问题：{n}",
   "Settings that differ: {n}": "不同的设置：{n}",
   "Compare {n} runs": "比较 {n} 个运行",
