@@ -67,7 +67,7 @@ def counted(number: int, singular: str, plural: str | None = None) -> str:
     return f"{number:,} {singular if number == 1 else plural or f'{singular}s'}"
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of what an error of other code says, or its type where it says nothing."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
