@@ -158,7 +158,7 @@ def convert(source: Path, output: Path) -> None:
     rows = other_rows(source)
     part, count = output.with_name(f".{output.name}.part"), 0
     with raising(RunError, "cannot write the rows"):
-        with open_log(part, anew=True) as file:
+        with open_log(part, is_empty=True) as file:
             for row in rows:
                 file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
                 count += 1

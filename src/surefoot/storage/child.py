@@ -52,7 +52,7 @@ class Child:
         if sysconfig.get_path("purelib") != _PACKAGES:  # it may be found nowhere else
             paths = [os.environ.get("PYTHONPATH"), _PACKAGES]
             variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        with contextlib.nullcontext() if log is None else open_log(log, anew=True) as output:
+        with contextlib.nullcontext() if log is None else open_log(log, is_empty=True) as output:
             self.process = subprocess.Popen(
                 # -P: no module of the current folder. With a `random.py` or `rich.py` there, ranks
                 # crashed at their start.

@@ -405,9 +405,9 @@ def try_writes(folder: Path) -> bool:
                 os.unlink(left)
 
 
-def open_log(path: Path, *, anew: bool = False) -> IO[bytes]:
-    """Open a file, not a link, to append what a process says, or to write it ``anew``."""
-    return os.fdopen(os.open(path, _APPEND | (os.O_TRUNC if anew else 0), 0o666), "ab")
+def open_log(path: Path, *, is_empty: bool = False) -> IO[bytes]:
+    """Open a file, not a link, to append what a process says, or, with ``is_empty``, to write it from its beginning."""
+    return os.fdopen(os.open(path, _APPEND | (os.O_TRUNC if is_empty else 0), 0o666), "ab")
 
 
 def append_line(path: Path, text: str, *, is_durable: bool = False) -> None:
@@ -590,7 +590,7 @@ def reading(
     kind: type[SurefootError], where: str | Callable[[], str], cure: str = "is it complete?"
 ) -> Iterator[None]:
     """Turn whatever a reader raises in the block into ``kind``, which says ``where`` it was: what a
-    made-up file makes it raise is anybody's choice. Errors of ours stay as they are."""
+    made-up file makes it raise is anybody's choice. Errors of Surefoot stay as they are."""
     try:
         yield
     except SurefootError:

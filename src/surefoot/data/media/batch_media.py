@@ -115,14 +115,14 @@ class BatchMedia:
     ) -> dict[str, torch.Tensor]:
         """What the model gets beside tokens for the pictures in ``rows``; it may compute positions
         of several axes from it itself."""
-        return self.beside(ids_BT, self.tensors(rows))
+        return self.model_inputs(ids_BT, self.tensors(rows))
 
     def tensors(self, rows: Sequence[Sequence[Seen]]) -> dict[str, torch.Tensor]:
         """What the processor makes of the pictures in ``rows``. Raises ``DataError``."""
         decoded = {seen: self.files.decode(seen) for row in rows for seen in row}  # each once
         return self.processor.tensors([[decoded[seen] for seen in row] for row in rows])
 
-    def beside(
+    def model_inputs(
         self, ids_BT: torch.Tensor, tensors: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """What the model gets of ``tensors``, and of the places of pictures in these ids."""
@@ -202,7 +202,7 @@ class PromptPictures:
     ) -> Mapping[str, torch.Tensor]:
         """What the model gets beside rows of ids, each of which is one of ``prompts``."""
         if len(prompts) == 1 and prompts[0].tensors is not None:
-            return self.media.beside(ids_BT, prompts[0].tensors)
+            return self.media.model_inputs(ids_BT, prompts[0].tensors)
         return self.media.inputs(ids_BT, [each.pictures for each in prompts])
 
 

@@ -164,10 +164,11 @@ class Endings:
             for number in following:
                 if not matcher.consume_token(number):
                     return None
+                is_filling = text.string is not None and self.pieces.inside[number] >= 1
+                if is_filling or self.pieces.num_digits[number]:
+                    costs_V[number] += 100  # or a pattern could have it for ever
                 text = text.after(self.pieces.all[number])
                 ids.append(number)
-                if self.pieces.outside[number] >= 1 and self.pieces.inside[number] >= 1:
-                    costs_V[number] += 100  # or a pattern could have it for ever
         return None
 
     def _next(self, matcher: LLMatcher, text: JsonText, costs_V: np.ndarray) -> list[int]:

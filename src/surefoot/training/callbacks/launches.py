@@ -91,7 +91,7 @@ class LaunchFiles:
         path = self.folder / HEARTBEAT
         aside = path.with_name(f"{HEARTBEAT}.{os.getpid()}")
         with suppress(OSError):
-            with open_log(aside, anew=True) as file:
+            with open_log(aside, is_empty=True) as file:
                 file.write(json.dumps({**heartbeat, **process(), **facts}).encode())
             aside.replace(path)
         return True
