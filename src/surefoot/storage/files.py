@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, cached_property
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 import xxhash
 
@@ -341,7 +341,7 @@ def read_file(path: Path, limit: int = MAX_FILE) -> bytes:
         return read_all(file, limit)
 
 
-def open_stream(path: Path) -> IO[bytes]:
+def open_stream(path: Path) -> BinaryIO:
     """A regular file, links followed, to be read from its beginning on."""
     with open_file(path) as file:
         return os.fdopen(os.dup(file._descriptor), "rb")
@@ -405,8 +405,9 @@ def try_writes(folder: Path) -> bool:
                 os.unlink(left)
 
 
-def open_log(path: Path, *, is_empty: bool = False) -> IO[bytes]:
-    """Open a file, not a link, to append what a process says, or, with ``is_empty``, to write it from its beginning."""
+def open_log(path: Path, *, is_empty: bool = False) -> BinaryIO:
+    """Open a file, not a link, to append what a process says, after what it has, or with
+    ``is_empty`` in its place."""
     return os.fdopen(os.open(path, _APPEND | (os.O_TRUNC if is_empty else 0), 0o666), "ab")
 
 
