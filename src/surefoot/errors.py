@@ -85,7 +85,7 @@ def did_you_mean(word: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     return "".join(f" (did you mean {name}?)" for name in similar(word, names, cutoff=cutoff))
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of what an error of other code says, or its type where it says nothing."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 

@@ -229,7 +229,7 @@ def test_a_line_that_is_no_prompt_is_named_with_its_reason(row, reason, tmp_path
     ("content", "reason"),
     [
         (None, "prompts cannot be read: No such file"),
-        ("folder", "prompts cannot be read: Is a directory"),
+        ("folder", "prompts cannot be read: not a regular file"),
         (b"", "contains no prompt; expected one per line"),
         (b"\n \n", "contains no prompt"),
         (b"Hi\n\xff\xfe\n", "line 2: byte 0xff is not UTF-8 text"),

@@ -145,7 +145,7 @@ def test_an_unknown_dataset_is_guessed_or_the_known_ones_are_named(tmp_path):
         (None, r"no dataset_info.json in .*; set data.dataset_dir to the folder that contains it"),
         ("[]", "dataset_info.json: expected an object, got list"),
         ('{\n"a": }', "dataset_info.json: not valid JSON: Expecting value: line 2"),
-        ("folder", r"cannot read .*dataset_info.json: it is not a file"),
+        ("folder", r"cannot read .*dataset_info.json: not a regular file"),
         ('{"a": {}, "a": {}}', "dataset_info.json: not valid JSON: the key 'a' occurs twice"),
     ],
 )

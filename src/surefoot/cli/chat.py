@@ -274,7 +274,9 @@ def _ask(
 ) -> Answer:
     """The response to a question, in which the path of a picture is that picture; ``note`` gets a
     line that says so. Raises ``RunError``: it cannot be read."""
+    from ..data.media.files import MAX_BYTES
     from ..errors import RunError
+    from ..storage.files import read_file
     from ..use.conversation import with_typed_pictures
 
     marked, paths = with_typed_pictures(text)
@@ -285,7 +287,7 @@ def _ask(
     if paths:
         note(f"{'pictures' if len(paths) > 1 else 'picture'}: {names}")
     try:
-        media = [path.read_bytes() for path in paths]
+        media = [read_file(path, MAX_BYTES) for path in paths]
     except OSError as error:
         raise RunError(f"{names}: cannot be read: {error.strerror}") from None
     return conversation.ask(marked, show, media=media)

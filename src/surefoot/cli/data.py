@@ -151,16 +151,16 @@ def convert(source: Path, output: Path) -> None:
     of input_ids gives rows of token ids, which data.datasets takes as they are.
     """
     from ..data.rows.catalog import other_rows
-    from ..storage.files import raising
+    from ..storage.files import open_log, raising
 
     if output.exists():
         raise RunError(f"{output}: exists; choose another name")
     rows = other_rows(source)
     part, count = output.with_name(f".{output.name}.part"), 0
     with raising(RunError, "cannot write the rows"):
-        with part.open("w", encoding="utf-8") as file:
+        with open_log(part, is_empty=True) as file:
             for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
                 count += 1
         part.replace(output)
     click.echo(f"{output}: {counted(count, 'row')}")

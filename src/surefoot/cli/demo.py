@@ -17,6 +17,7 @@ from pathlib import Path
 import click
 
 from ..errors import RunError
+from ..storage.files import read_file
 
 RECIPE, RUN = "quickstart.yaml", Path("runs/quickstart")
 PARTS = (RECIPE, "own.yaml", "base-model", "data")
@@ -87,7 +88,7 @@ def _surefoot(folder: Path, *arguments: str) -> None:
 
 def _generations(path: Path) -> Generations:
     """What ``surefoot eval`` wrote: prompt, reference, answer and match of every held-out order."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in read_file(path).decode().splitlines()]
 
 
 def _question(prompt: str) -> str:

@@ -31,8 +31,11 @@ class Constraint(Protocol):
     def apply(self, logits_V: torch.Tensor, row: OpenResponse) -> torch.Tensor:
         """The logits that the next token is chosen from."""
 
+    def settle(self, token: int, row: OpenResponse) -> int:
+        """The token that is taken, where ``token`` was chosen."""
+
     def add(self, token: int) -> None:
-        """Note the token that was chosen."""
+        """Note the token that was taken."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,12 @@ class RowSettings:
     constraints: Sequence[Constraint] = ()
     num_alternatives: int | None = None  # most probable tokens to report; None: no probabilities
     is_after_settings: bool = False  # probabilities after penalties and temperature
+
+    def settle(self, token: int, row: OpenResponse) -> int:
+        """The token that is taken, where ``token`` was chosen."""
+        for constraint in self.constraints:
+            token = constraint.settle(token, row)
+        return token
 
 
 @dataclass(frozen=True)
@@ -282,7 +291,8 @@ def advanced(
         raw_BV = (logits_BV if len(group) == len(rows) else logits_BV[places]).float()
         scores_BV = _constrained(raw_BV, group, of_group)
         reported = _reported(raw_BV, scores_BV, group, of_group)
-        tokens = chooser.advance(scores_BV, group)
+        settle = [row_settings.settle for row_settings in of_group]
+        tokens = chooser.advance(scores_BV, group, settle)
         for place, row, row_settings, token in zip(places, group, of_group, tokens, strict=True):
             for constraint in row_settings.constraints:
                 constraint.add(token)

@@ -43,6 +43,9 @@ class PromptMedia(Protocol):
     def thumbnails(self) -> list[str]:
         """Small copies, as data URLs."""
 
+    def read(self) -> PromptMedia:
+        """The same, decoded, so that the answer need not wait for it. Raises ``DataError``."""
+
     def inputs(self, ids_BT: torch.Tensor, prompts: Sequence[Any]) -> Mapping[str, torch.Tensor]:
         """What a model gets beside rows of ids, each of which is one of ``prompts``, of this class;
         padding may stand before it."""
@@ -208,6 +211,7 @@ class TokenChooser(Protocol):
 
 
 Finished = tuple[Request, Sample]
+Settle = Callable[[int, OpenResponse], int]
 OnToken = Callable[[Request, int], None]  # called with each token as it is sampled
 
 
@@ -241,14 +245,24 @@ class Chooser:
             raise ValueError("generate.stop has no effect here: only tokens end a response")
         return OpenResponse(request, TextUntil(self.decode, self.section.stop))
 
-    def advance(self, logits_BV: torch.Tensor, rows: Sequence[OpenResponse]) -> list[int]:
-        """Append a token to each of ``rows``, from the logits after its last one; the tokens."""
+    def advance(
+        self,
+        logits_BV: torch.Tensor,
+        rows: Sequence[OpenResponse],
+        settle: Sequence[Settle] = (),
+    ) -> list[int]:
+        """Append a token to each of ``rows``, from the logits after its last one; the tokens.
+        ``settle`` of a row may take another one than was chosen."""
         scores_BV = self.scores(logits_BV, rows)
         if not self.section.do_sample:
             tokens_B, masses = scores_BV.argmax(-1), None
         else:
             tokens_B, masses = self._drawn(scores_BV, rows)
         tokens: list[int] = wait_for_ranks(tokens_B.tolist)
+        if settle:
+            each = zip(settle, tokens, rows, strict=True)
+            tokens = [of_row(token, row) for of_row, token, row in each]
+            tokens_B = torch.tensor(tokens, device=scores_BV.device)
         logps, log_masses = [0.0] * len(rows), masses or [None] * len(rows)
         if self.has_logps:
             logps_B = scores_BV.gather(-1, tokens_B[:, None])[:, 0] - scores_BV.logsumexp(-1)

@@ -10,14 +10,14 @@ from shutil import copy
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import equal, nn
 from transformers import PreTrainedModel
 
 from ..errors import CheckpointError, ModelError, counted, first_line
 from ..storage.files import read_json
-from ..storage.weight_files import adapter_names, is_adapter
+from ..storage.weight_files import adapter_names, is_adapter, open_weights
 from .adapters import add_frozen, stacked_layers
 from .lora_layers import enable_float32_lengths
 from .weight_matrices import is_linear
@@ -66,7 +66,7 @@ def is_addable(folder: Path) -> bool:
     more = [name for name in _MORE if name != "use_dora" and getattr(config, name, None)]
     if config.peft_type != "LORA" or config.bias != "none" or more or is_changed:
         return False
-    with safe_open(folder / WEIGHTS, "pt") as file:
+    with open_weights(folder / WEIGHTS) as file:
         return all(".lora_" in name for name in list(file.keys()))
 
 
@@ -134,7 +134,7 @@ def _reading(folder: Path, base: str) -> Iterator[None]:
 
 def _names(folder: Path) -> dict[str, str]:
     """The names in the file of an adapter, by those that PEFT gives them."""
-    with safe_open(folder / WEIGHTS, "pt") as file:
+    with open_weights(folder / WEIGHTS) as file:
         stored = list(file.keys())
     try:
         return adapter_names(stored)
@@ -283,7 +283,7 @@ def _tied_rows(folder: Path, expected_names: Collection[str]) -> set[str]:
     """The tensors that a live state of tied embeddings has besides ``expected_names``: the
     head's copies of the rows of trained tokens."""
     names = {new: old for new, old in _names(folder).items() if new.endswith(_ROWS)}
-    with safe_open(folder / WEIGHTS, "pt") as file:
+    with open_weights(folder / WEIGHTS) as file:
         rows = {new: file.get_tensor(old) for new, old in names.items()}
     expected_rows = [rows[name] for name in rows if name in expected_names]
     others = {name: value for name, value in rows.items() if name not in expected_names}

@@ -179,7 +179,7 @@ def hash_of_bytes(file: files.File) -> str:
 def _hash_of_config(data: bytes) -> str:
     """The hash of what a configuration says, however it is laid out."""
     try:
-        content = json.loads(data)
+        content = files.parse_json(data)
     except ValueError:
         return files.digest(data)
     if isinstance(content, dict):

@@ -29,6 +29,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from ..errors import CheckpointError, ModelError, counted
 from ..parallel.sharding import Cuts, FusedSlice, local_offset_and_shape
 from ..parallel.world import local
+from ..storage.files import read_file
 from .adapters import has_frozen, together
 from .config import with_old_rope
 from .section import ModelSection
@@ -374,7 +375,7 @@ def model_files(
     config = _whole_config(model.config)
     config["architectures"] = [type(model).__name__]
     config["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
-    code = {} if folder is None else {p.name: p.read_bytes() for p in sorted(folder.glob("*.py"))}
+    code = {} if folder is None else {p.name: read_file(p) for p in sorted(folder.glob("*.py"))}
     files = {"config.json": _json(config), **code}
     if not model.can_generate():
         return files

@@ -8,20 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from ..checkpoint.layouts.detection import has_manifest
 from ..checkpoint.layouts.opening import has_opener, open_named
 from ..checkpoint.verification import ConcurrentCheck, verify_weights
-from ..errors import (
-    DamagedFileError,
-    ModelError,
-    SurefootError,
-)
+from ..errors import DamagedFileError, SurefootError
 from ..log import silenced
 from ..model.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
 from ..model.loading import WEIGHTS, resolve, training_dtype
 from ..model.section import ModelSection
+from ..storage.weight_files import open_weights
 from .draft import Draft
 from .shard_loading import init_on_meta
 
@@ -68,10 +63,5 @@ def check_files(base: Path | None, section: ModelSection) -> None:
             raise DamagedFileError(folder, problems[0])
     paths = sorted(base.glob(WEIGHTS)) if meta_model is None else []
     for path in [*paths, *(folder / ADAPTER_WEIGHTS for folder in adapters)]:
-        try:
-            with safe_open(path, "pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise ModelError(
-                f"{path}: damaged or truncated file: {error}; fetch the model again"
-            ) from None
+        with open_weights(path):
+            pass

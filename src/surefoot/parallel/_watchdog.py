@@ -557,7 +557,8 @@ def _write(folder: Path, content: Message, text: str) -> None:
         launches = folder / "launches.jsonl"
         if launches.exists():
             end = {"event": "end", "time": time.time(), "outcome": "failed", "kind": "Hang"}
-            with launches.open("a") as file:
+            flags = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK  # a pipe of its name must not hang
+            with os.fdopen(os.open(launches, flags), "a") as file:
                 file.write(json.dumps({**end, "error": text[:2000]}) + "\n")
 
 

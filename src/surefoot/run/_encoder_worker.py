@@ -21,6 +21,7 @@ from ..parallel.world import die_with_launcher
 from ..recipe.recipe import load
 from ..recipe.recipe_data import encode_datasets, read_encoding
 from ..storage.child import Child
+from ..storage.files import read_file
 
 POLL_SECONDS = 0.05
 MAX_STARTS = 3
@@ -83,7 +84,7 @@ class EncoderWorker:
         """The content of a file that the process has written; empty if there is none."""
         file = None if self._folder is None else Path(self._folder.name, name)
         exists = file is not None and file.exists()
-        return file.read_text(encoding="utf-8", errors="replace") if file and exists else ""
+        return read_file(file).decode(errors="replace") if file and exists else ""
 
 
 def main(recipe: Path) -> int:

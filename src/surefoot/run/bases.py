@@ -16,6 +16,7 @@ from ..model import base_identity
 from ..model.base_identity import BaseModel, Record, changed, identify, pinned, some
 from ..model.loading import resolve
 from ..model.section import ModelSection
+from ..storage import files
 from ..training.precompute import model_of
 from ..training.stage import POLICY, Stage
 
@@ -51,7 +52,7 @@ class BaseModels:
                 raise ModelError(self._refusal(role, base.path, names))
         self._compare_adapter(now)
         made = self.policy.folder / base_identity.NEW_WEIGHTS
-        more = {made.name: made.read_bytes()} if made.is_file() else {}
+        more = {made.name: files.read_file(made)} if made.is_file() else {}
         return {base_identity.NAME: base_identity.dump(now), **more}
 
     def _refusal(self, role: str, path: str, names: list[str]) -> str:

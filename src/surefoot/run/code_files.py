@@ -56,8 +56,9 @@ def _modules(given: Path) -> list[Path]:
             continue
         found[file] = None
         tree = ast.Module([], [])
-        with suppress(SyntaxError, ValueError):  # said where it is run
-            tree = ast.parse(file.read_bytes())
+        # said where it is run; the last two are of brackets in brackets
+        with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+            tree = ast.parse(files.read_file(file))
         for node in ast.walk(tree):
             level = node.level if isinstance(node, ast.ImportFrom) else 0
             for parts in _names(node):
@@ -139,4 +140,4 @@ def check_code(code: Mapping[str, bytes], folder: Path) -> None:
 
 def _hash(file: Path) -> str:
     with files.raising(RunError, f"{file}: cannot read the file"):
-        return files.digest(file.read_bytes())
+        return files.digest(files.read_file(file))

@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from ..batch import Batch, Loss, LossFunction, Outputs, OutputSpec
+from ..batch import Batch, Features, Loss, LossFunction, Outputs, OutputSpec
 from ..checkpoint.disk.commit import new_folder, write_small
 from ..checkpoint.disk.folder import TOKENIZER
 from ..data.rows.formats.fields import Row, shown
@@ -48,6 +48,7 @@ from ..stages import STAGES
 from ..storage import files
 from ..storage.files import digest
 from ..storage.remote import Address
+from ..training.callback import check_call
 from ..training.section import TrainSection
 from ..training.stage import POLICY, Stage
 
@@ -68,6 +69,16 @@ class Given:
     eval_dataset: Rows | Mapping[str, Rows] | None = None
     model: nn.Module | PretrainedConfig | None = None
     tokenizer: PreTrainedTokenizerBase | str | Path | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tokenizer, PreTrainedTokenizerBase | str | Path | None):
+            own = getattr(self.tokenizer, "tokenizer", None)
+            is_processor = isinstance(own, PreTrainedTokenizerBase)
+            raise ModelError(
+                "tokenizer: expected a tokenizer of transformers or its folder, got a "
+                f"{type(self.tokenizer).__name__}"
+                f"{'; give its .tokenizer, and the model has the rest' if is_processor else ''}"
+            )
 
     def overrides(self, others: Mapping[str, object]) -> dict[str, object]:
         """The settings of a recipe with these objects, and ``others``; the classes of variants in
@@ -172,8 +183,10 @@ def by_name(rows: Rows | Mapping[str, Rows]) -> dict[str, Rows]:
     """Datasets by their names: those of a mapping of datasets, or one. Raises ``DataError``."""
     if not isinstance(rows, Mapping) or not all(map(_is_dataset, rows.values())):
         return {EVAL: rows}  # type: ignore[dict-item]
+    if not rows:
+        raise DataError("eval_dataset: has no rows")
     for name in rows:
-        if not _NAME.fullmatch(name):
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise DataError(
                 f"eval_dataset: {name!r} cannot be the name of a dataset; use letters, digits, _, "
                 "- and ."
@@ -191,17 +204,30 @@ def _is_dataset(value: object) -> bool:
 def _text(name: str, rows: Rows) -> bytes:
     """The rows as lines of JSON."""
     lines = list[str]()
-    for index, row in enumerate(_plain(name, rows)):
+    for row in _iterated(name, rows, lines):
+        where = f"{name}: row {len(lines)}"
         if not isinstance(row, Mapping):
-            raise DataError(f"{name}: row {index}: expected a mapping of columns, got {shown(row)}")
+            raise DataError(f"{where}: expected a mapping of columns, got {shown(row)}")
         try:
             lines.append(json.dumps(dict(row), default=_number))
-        except (TypeError, ValueError) as error:
-            raise DataError(f"{name}: row {index}: {error}; use text, numbers and lists") from None
+        except (TypeError, ValueError, RecursionError) as error:
+            raise DataError(f"{where}: {error}; use text, numbers and lists") from None
     if not lines:
         raise DataError(f"{name}: has no rows")
     _check_form(name, [json.loads(line) for line in lines[:LOOK]])
     return ("\n".join(lines) + "\n").encode()
+
+
+def _iterated(name: str, rows: Rows, lines: Sequence[str]) -> Iterator[object]:
+    """The rows of an object, of which ``lines`` have come. Raises ``DataError``: it has none, or
+    fails."""
+    is_text = isinstance(rows, str | bytes | Path)
+    if is_text or not (hasattr(rows, "__iter__") or hasattr(rows, "__getitem__")):
+        hint = "; name a file in data.datasets" if is_text else ""
+        raise DataError(f"{name}: expected rows, got {shown(rows)}{hint}")
+    cure = "it is the given object that fails"
+    with files.reading(DataError, lambda: f"{name}: row {len(lines)}", cure):
+        yield from _plain(name, rows)
 
 
 def _check_form(name: str, rows: Sequence[Row]) -> None:
@@ -408,6 +434,15 @@ class StageParts:
     collate: Collation | None = None
     metrics: MetricFunction | None = None  # sums over the weight of the loss
 
+    def __post_init__(self) -> None:
+        """Raises ``RecipeError``: one of them is no function, or of other arguments."""
+        if self.loss is not None:
+            check_call("parts: loss", self.loss, "outputs", "batch")
+        if self.metrics is not None:
+            check_call("parts: metrics", self.metrics, "outputs", "batch")
+        if self.collate is not None:
+            check_call("parts: collate", self.collate, "features", packing=False)
+
     def code(self) -> dict[str, str]:
         """The given functions, and hashes of their source."""
         functions = zip(GIVEN, (self.loss, self.collate, self.metrics), strict=True)
@@ -426,7 +461,7 @@ class StageParts:
         if self.loss is not None or self.metrics is not None:
             members |= {"spec": spec, "eval_spec": eval_spec, "loss": self._loss_of(stage)}
         if self.collate is not None:
-            members["collate"] = staticmethod(self.collate)
+            members["collate"] = staticmethod(_batching(self.collate))
         return _with_members(stage, members) if members else stage
 
     def _loss_of(self, stage: Stage) -> Callable[[object, str, Outputs, Batch], Loss]:
@@ -438,11 +473,39 @@ class StageParts:
             if not isinstance(result, Loss):
                 kind = type(result).__name__
                 raise RunError(f"loss: expected a surefoot.batch.Loss(total, weight), got {kind}")
+            _check_tensors("loss", {"total": result.total, "weight": result.weight})
             if metrics is None or outputs.predictions is None:
                 return result
-            return replace(result, metrics={**result.metrics, **metrics(outputs, batch)})
+            sums = metrics(outputs, batch)
+            _check_tensors("metrics", sums)
+            return replace(result, metrics={**result.metrics, **sums})
 
         return compute
+
+
+def _check_tensors(part: str, values: object) -> None:
+    """Raise ``RunError`` if ``values`` are no scalar tensors by name."""
+    if not isinstance(values, Mapping):
+        raise RunError(f"{part}: expected tensors by name, got a {type(values).__name__}")
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor) or value.dim():
+            what = tuple(value.shape) if isinstance(value, torch.Tensor) else shown(value)
+            raise RunError(f"{part}: {name}: expected a tensor of one number, a sum, got {what}")
+
+
+def _batching(collate: Collation) -> Collation:
+    """``collate``, of which a result that is no batch is an error."""
+
+    def collated(features: Sequence[Features], *, packing: bool) -> Batch:
+        batch = collate(features, packing=packing)
+        if not isinstance(batch, Batch):
+            raise RunError(
+                f"collate: expected a surefoot.batch.Batch, got a {type(batch).__name__}; "
+                "surefoot.data.text.collation.collate makes one"
+            )
+        return batch
+
+    return collated
 
 
 AS_IN_THE_RECIPE = StageParts()
@@ -459,8 +522,8 @@ def _with_members(stage: Stage, members: Mapping[str, object]) -> Stage:
 
 def _spec(outputs: Sequence[str]) -> OutputSpec:
     try:
-        return OutputSpec(tuple(outputs))
-    except ValueError as error:
+        return OutputSpec((outputs,) if isinstance(outputs, str) else tuple(outputs))
+    except (ValueError, TypeError) as error:
         raise RecipeError(f"loss_{error}") from None
 
 

@@ -74,14 +74,14 @@ def _small_files(source: Path) -> dict[str, bytes]:
             f"tokenizer_config.json) beside {CONFIG}, which model.new_weights makes a model of"
         )
     generation = source / _GENERATION
-    more = {_GENERATION: generation.read_bytes()} if generation.is_file() else {}
+    more = {_GENERATION: files.read_file(generation)} if generation.is_file() else {}
     return companions_of(source, source) | more
 
 
 def _digest(source: Path, small: Mapping[str, bytes], seed: int) -> str:
     """Equal for equal configuration, tokenizer and seed."""
     hashed = files.Hash()
-    for name, data in sorted({CONFIG: (source / CONFIG).read_bytes(), **small}.items()):
+    for name, data in sorted({CONFIG: files.read_file(source / CONFIG), **small}.items()):
         hashed.update(f"{name}:{len(data)}:".encode() + data)
     hashed.update(str(seed).encode())
     return hashed.hex()[:12]

@@ -8,7 +8,8 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from signal import Signals
 from typing import Any, TypeAlias
@@ -20,7 +21,7 @@ from .. import schema
 from ..checkpoint.loading import load as load_checkpoint
 from ..checkpoint.looking.listing import stores
 from ..checkpoint.verification import verify_checkpoint
-from ..errors import CheckpointError, RunError
+from ..errors import CheckpointError, RecipeError, RunError
 from ..model.loading import device
 from ..model.section import ModelSection
 from ..parallel.progress import UPLOADING
@@ -31,7 +32,7 @@ from ..recipe.recipe_data import find_base, settled, with_batch_sizes
 from ..storage.files import is_folder, raising, read_json, write_aside
 from ..storage.memory import allocator_message, is_out_of_memory
 from ..storage.remote import Address
-from ..training.callback import Record, TrainerCallback, TrainerState, made
+from ..training.callback import Record, TrainerCallback, TrainerState, all_made
 from ..training.callbacks.metric_files import METRICS, restore
 from ..training.evaluation import EVALUATION, check_metric, first_window, speeds
 from ..training.trainer import Trainer
@@ -58,6 +59,7 @@ from .trainer_names import argument_values
 
 logger = logging.getLogger(__name__)
 RESULTS = "all_results.json"
+_ARGUMENTS = ("train_dataset", "eval_dataset", "tokenizer", "callbacks", "trust_pickle", "parts")
 AnyRecipe: TypeAlias = "Recipe | str | Path | Mapping[str, object] | object"
 AnyModel: TypeAlias = (
     "nn.Module | PretrainedConfig | str | Path | Mapping[str, object] | ModelSection | None"
@@ -110,7 +112,7 @@ class LoopFollower(TrainerCallback):
 def train(
     recipe: AnyRecipe,
     *,
-    callbacks: Sequence[object] = (),
+    callbacks: object = (),
     trust_pickle: bool = False,
     train_dataset: Rows | None = None,
     eval_dataset: Rows | Mapping[str, Rows] | None = None,
@@ -125,7 +127,7 @@ def train(
     Args:
         recipe: a ``Recipe``, the path of a YAML file, the same as nested mappings, or the
             ``TrainingArguments`` of transformers.
-        callbacks: callbacks in addition to those of the recipe.
+        callbacks: objects or classes in addition to those of the recipe, a list or one.
         trust_pickle: read the pickles in a checkpoint of Hugging Face's Trainer, if
             ``checkpoint.resume`` names one.
         train_dataset: rows in place of ``data.datasets``: a ``datasets.Dataset``, a DataFrame,
@@ -155,7 +157,7 @@ def train(
 def run(
     recipe: Recipe,
     *,
-    callbacks: Sequence[object] = (),
+    callbacks: object = (),
     trust_pickle: bool = False,
     parts: StageParts = AS_IN_THE_RECIPE,
     choose: SizeChoice = no_choice,
@@ -167,7 +169,9 @@ def run(
     it is that of this process, which says nothing in a worker of a cluster. ``began`` is when the
     launch did, in seconds since 1970, if that was before this call."""
     began = time.time() if began is None else began
-    callbacks = [made(each) for each in callbacks]  # what is none is an error before all else
+    callbacks = all_made(callbacks)  # what is none is an error before all else
+    if not isinstance(parts, StageParts):
+        raise RecipeError(f"parts: expected a surefoot.StageParts, got a {type(parts).__name__}")
     with (
         joined(recipe.parallel) as joined_world,
         watched(joined_world, recipe.parallel, recipe.train.folder) as world,
@@ -373,6 +377,9 @@ def read_given(
     recipe: AnyRecipe, model: AnyModel, overrides: Mapping[str, object], **objects: Any
 ) -> tuple[Recipe, Given]:
     """The recipe to run, and the objects that a program gives in place of names in it."""
+    for name in overrides.keys() - {section.name for section in fields(Recipe)}:
+        if close := get_close_matches(name, _ARGUMENTS, n=1, cutoff=0.8):
+            raise RecipeError(f"{name}: no such argument; did you mean {close[0]}?")
     if isinstance(model, str | Path):
         overrides, model = {"model.path": str(model), **overrides}, None
     if model is not None and not isinstance(model, nn.Module | PretrainedConfig):

@@ -21,6 +21,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .files import open_log
+
 LAUNCHER = "SUREFOOT_LAUNCHER"  # number of the process that has started this one
 _PACKAGES = str(Path(__file__).parents[2])  # where this very package lies
 Message = dict[str, Any]
@@ -50,7 +52,7 @@ class Child:
         if sysconfig.get_path("purelib") != _PACKAGES:  # it may be found nowhere else
             paths = [os.environ.get("PYTHONPATH"), _PACKAGES]
             variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        with contextlib.nullcontext() if log is None else log.open("wb") as output:
+        with contextlib.nullcontext() if log is None else open_log(log, is_empty=True) as output:
             self.process = subprocess.Popen(
                 # -P: no module of the current folder. With a `random.py` or `rich.py` there, ranks
                 # crashed at their start.

@@ -19,16 +19,17 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, cached_property
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 import xxhash
 
-from ..errors import SurefootError, explain
+from ..errors import SurefootError, explain, first_line
 
 BLOCK = 512 << 10  # bytes per read or write: still in the core's own cache when they are hashed
 PAGE = 4096  # bytes; what lies at a page, in memory and in the file, can go to the disk uncopied
 _FETCH = 8 << 20  # bytes that are fetched ahead of sequential reads
 MAX_JSON = 64 << 20  # bytes of a configuration or an index: the largest are a few megabytes
+MAX_FILE = 1 << 30  # bytes of any other file that is read at once
 _DIRECT_BLOCK = 4 << 20  # bytes per write that goes to the disk uncopied
 
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe of that name must not hang the reader
@@ -333,11 +334,23 @@ def read_inside(folder: Path, name: str, limit: int) -> bytes:
         return read_all(file, limit)
 
 
+def read_file(path: Path, limit: int = MAX_FILE) -> bytes:
+    """The content of a regular file, links followed. A pipe of its name would hang ``read_bytes``,
+    and a device would fill the memory."""
+    with open_file(path) as file:
+        return read_all(file, limit)
+
+
+def open_stream(path: Path) -> BinaryIO:
+    """A regular file, links followed, to be read from its beginning on."""
+    with open_file(path) as file:
+        return os.fdopen(os.dup(file._descriptor), "rb")
+
+
 def read_json(path: Path, limit: int = MAX_JSON) -> Any:
     """The value in a small file of a model or a dataset. Links are followed: caches of hubs consist
     of them. Raises ``OSError``, and ``ValueError`` for whatever is no JSON."""
-    with open_file(path) as file:
-        return parse_json(read_all(file, limit))
+    return parse_json(read_file(path, limit))
 
 
 def parse_json(data: bytes | str) -> Any:
@@ -392,9 +405,10 @@ def try_writes(folder: Path) -> bool:
                 os.unlink(left)
 
 
-def open_log(path: Path) -> IO[bytes]:
-    """Open a file, not a link, to append what a process says; new if there is none."""
-    return os.fdopen(os.open(path, _APPEND, 0o666), "ab")
+def open_log(path: Path, *, is_empty: bool = False) -> BinaryIO:
+    """Open a file, not a link, to append what a process says, after what it has, or with
+    ``is_empty`` in its place."""
+    return os.fdopen(os.open(path, _APPEND | (os.O_TRUNC if is_empty else 0), 0o666), "ab")
 
 
 def append_line(path: Path, text: str, *, is_durable: bool = False) -> None:
@@ -570,6 +584,27 @@ class Hash:
 def digest(data: bytes | memoryview) -> str:
     """xxh3-128 of ``data`` as 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(data)
+
+
+@contextlib.contextmanager
+def reading(
+    kind: type[SurefootError], where: str | Callable[[], str], cure: str = "is it complete?"
+) -> Iterator[None]:
+    """Turn whatever a reader raises in the block into ``kind``, which says ``where`` it was: what a
+    made-up file makes it raise is anybody's choice. Errors of Surefoot stay as they are."""
+    try:
+        yield
+    except SurefootError:
+        raise
+    except BaseException as error:
+        place = where if isinstance(where, str) else where()
+        if isinstance(error, OSError):
+            raise kind(f"cannot read {place}: {error.strerror or error}") from error
+        # A panic of a reader in Rust is no Exception, and its class has no place to import it from.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        what = f"{type(error).__name__}: {first_line(error)}"
+        raise kind(f"{place}: cannot be read ({what}); {cure}") from error
 
 
 @contextlib.contextmanager

@@ -197,7 +197,7 @@ def locked(folder: Path) -> Iterator[None]:
 def digest_of(path: Path, kind: str = "sha256", head: bytes = b"") -> str:
     """The hash of ``head`` and of a file's bytes."""
     digest = hashlib.new(kind, head)
-    with path.open("rb") as file:
+    with files.open_stream(path) as file:
         while chunk := file.read(CHUNK):
             digest.update(chunk)
     return digest.hexdigest()

@@ -8,8 +8,12 @@ the name of the adapter, those of its files do not. Every reader of weights take
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError, ModelError
 from . import files
@@ -35,6 +39,20 @@ def is_adapter(folder: Path) -> bool:
             f"delete {' and '.join(both)}; otherwise move the adapter to a folder of its own"
         )
     return True
+
+
+@contextmanager
+def open_weights(path: Path) -> Iterator[Any]:
+    """The ``safe_open`` of a file of tensors. Raises ``ModelError``: it is no such file."""
+    try:
+        files.open_file(path).close()  # the library would wait for who writes into a pipe
+        file = safe_open(path, "pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(
+            f"{path}: damaged or truncated file: {error}; fetch the model again"
+        ) from None
+    with file:
+        yield file
 
 
 ADAPTER_PREFIX = "base_model.model."

@@ -291,6 +291,7 @@ _PARTS = (
     "train_dataloader",
     "eval_dataloader",
 )
+_EVENT = ("args", "state", "control")  # what every event is called with
 _DETAILS = {"on_log": ("logs",), "on_evaluate": ("metrics",), "on_predict": ("metrics",)}
 
 
@@ -325,8 +326,37 @@ def _with_state(member: object) -> _WithState | None:
     return _Exported(member) if is_exported else None
 
 
+def check_call(where: str, function: object, *positional: str, **named: object) -> None:
+    """Raise ``RecipeError``: a program has given for ``where`` what cannot be called with these
+    arguments."""
+    if not callable(function):
+        raise RecipeError(f"{where}: expected a function, got {_described(function)}")
+    form = ", ".join([*positional, *(f"{name}=..." for name in named)])
+    try:
+        inspect.signature(function).bind(*positional, **named)
+    except ValueError:  # built in, and so without a signature
+        return
+    except TypeError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise RecipeError(
+            f"{where}: it is called with ({form}), and {name}{inspect.signature(function)} cannot "
+            f"be: {error}"
+        ) from None
+
+
+def _described(given: object) -> str:
+    return f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
+
+
+def all_made(callbacks: object) -> list[object]:
+    """The objects of a list, or of one callback, as ``made`` has them; none of None."""
+    members = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
+    return [] if callbacks is None else [made(each) for each in members]
+
+
 def made(callback: object) -> object:
-    """``callback``, or an object of it if it is a class. Raises ``RecipeError`` if it is none."""
+    """``callback``, or an object of it if it is a class. Raises ``RecipeError`` if it is none, or
+    has a method that cannot be called at its event."""
     if isinstance(callback, type):
         try:
             inspect.signature(callback).bind()
@@ -341,6 +371,8 @@ def made(callback: object) -> object:
             f"callbacks: {type(callback).__name__} has no method of an event; expected one of "
             f"{', '.join(EVENTS)}"
         )
+    for event in EVENTS:
+        _Listener.of(callback, event)
     return callback
 
 
@@ -374,12 +406,15 @@ class _Listener:
         def taken(available: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(name for name in available if takes_all or name in names)
 
-        return cls(
+        listener = cls(
             method,
             taken(_PARTS),
             taken(_DETAILS.get(event, ())),
             not isinstance(member, TrainerCallback),
         )
+        given = dict.fromkeys((*listener.parts, *listener.details))
+        check_call(f"callbacks: {type(member).__name__}.{event}", method, *_EVENT, **given)
+        return listener
 
 
 class Callbacks:

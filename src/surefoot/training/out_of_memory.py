@@ -245,7 +245,7 @@ def _read(folder: Path | None) -> FittedSizes | None:
         return None
     try:
         with files.open_file(folder / FILE) as file:
-            state = json.loads(files.read_all(file, _LIMIT))
+            state = files.parse_json(files.read_all(file, _LIMIT))
         sizes = FittedSizes()
         sizes.load_state_dict(state)
     except (OSError, ValueError, TypeError, AttributeError):  # none, cut off, another program's

@@ -117,6 +117,13 @@ class LoadedModel:
         files = replace(self.media.files, folder=folder, setting="--media-folder")
         return replace(self, media=replace(self.media, files=files))
 
+    def within(self, most_pixels: int) -> LoadedModel:
+        """The same that reads no picture of more pixels."""
+        if self.media is None:
+            return self
+        files = replace(self.media.files, most_pixels=most_pixels)
+        return replace(self, media=replace(self.media, files=files))
+
     def continuation(self, text: str) -> list[int]:
         """The ids of plain text to continue, after the tokenizer's prefix tokens."""
         ids: list[int] = self.tokenizer(text, verbose=False)["input_ids"]

@@ -463,7 +463,7 @@ def complete_rows(path: Path, names: Set[str]) -> Iterator[dict[str, Any]]:
         text = files.read_all(file, _LIMIT).decode(errors="replace")
     for line in text.split("\n"):
         try:
-            row = json.loads(line)
+            row = files.parse_json(line)
         except ValueError:
             continue
         if isinstance(row, dict) and row.keys() >= names:

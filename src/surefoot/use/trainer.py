@@ -41,7 +41,7 @@ from ..run.training_run import (
 from ..storage import files
 from ..training import Screen
 from ..training.arguments import Arguments, Context
-from ..training.callback import TrainerControl, TrainerState, chosen, made
+from ..training.callback import TrainerControl, TrainerState, all_made, chosen, made
 from ..training.evaluation import EVALUATION, EvaluationSet
 from ..training.precompute import NOTHING
 from ..training.stage import auxiliary_models
@@ -136,8 +136,7 @@ class RunTrainer:
         )
         self._is_stored = self._is_training = False
         self._parts, self._without = parts, list[object]()
-        given = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
-        self._callbacks = [made(each) for each in given]
+        self._callbacks = all_made(callbacks)
         self._args = Arguments(shown=arguments_of(self._recipe))
         self._loop: Loop | None = None
 

@@ -7,9 +7,10 @@ import pytest
 from checkpoint.sample import sample_states
 from damage import flip
 from surefoot.checkpoint.saving.preparation import WriterGroup, save
-from surefoot.errors import CheckpointError
-from surefoot.plugins.cloud.checkpoints import Contents
+from surefoot.errors import CheckpointError, RunError
+from surefoot.plugins.cloud.checkpoints import Contents, run_id
 from surefoot.plugins.cloud.mirror import Mirror
+from surefoot.plugins.cloud.remote_run import STORES
 from surefoot.plugins.cloud.store import Store
 from surefoot.storage.remote import Address
 
@@ -106,3 +107,37 @@ def test_a_user_who_leaves_is_not_kept_waiting(store, tmp_path):
     with pytest.raises(KeyboardInterrupt), Mirror(store, tmp_path) as mirror:
         mirror.on_committed(saved(tmp_path, 1), replaces=())
         raise KeyboardInterrupt
+
+
+def test_a_run_that_meets_another_stops_and_deletes_nothing(store, tmp_path):
+    """Both began before either had stored anything, and so neither knew of the other."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    with Mirror(store, first) as mirror:
+        for step in (1, 2):
+            mirror.on_committed(saved(first, step), replaces=())
+    (second / "metrics.jsonl").parent.mkdir()
+    (second / "metrics.jsonl").write_text("of the second\n")
+    before = {name: store.read(name) for name in store.list()}
+    why = "another run stores its checkpoints there; nothing of it was replaced or deleted"
+    with pytest.raises(CheckpointError, match=why), Mirror(store, second, there=[1, 2]) as mirror:
+        mirror.on_deleted(["checkpoint-1"])
+        mirror.on_committed(saved(second, 3), replaces=["checkpoint-2"])
+        mirror.on_poll()
+        pytest.fail("it trains on")
+    assert {name: store.read(name) for name in store.list()} == before
+    assert [path.name for path in second.glob("checkpoint-*")] == ["checkpoint-3"]
+    with Mirror(store, first, there=[1, 2]) as mirror:  # which has not stopped
+        mirror.on_committed(saved(first, 3), replaces=())
+    assert there(store) == [1, 2, 3]
+
+
+def test_a_run_is_known_by_its_id_on_every_machine(store, tmp_path):
+    with Mirror(store, tmp_path / "a") as mirror:
+        mirror.on_committed(saved(tmp_path / "a", 1), replaces=())
+    opened = STORES.open_run(URL, tmp_path / "b", seconds=0)  # as on another machine
+    with opened.mirror() as mirror:
+        mirror.on_committed(saved(tmp_path / "b", 2), replaces=())
+    assert there(store) == [1, 2]
+    run_id(tmp_path / "c")  # the copy of another run
+    with pytest.raises(RunError, match=r"another run is stored there than .*/c; set another"):
+        STORES.open_run(URL, tmp_path / "c", seconds=0)

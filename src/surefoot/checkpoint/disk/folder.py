@@ -172,7 +172,9 @@ def tokenizer_of(folder: Path) -> dict[str, bytes]:
 
 def _matching(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
     paths = (path for pattern in patterns for path in sorted(folder.glob(pattern)))
-    return {str(path.relative_to(folder)): path.read_bytes() for path in paths if path.is_file()}
+    return {
+        str(path.relative_to(folder)): files.read_file(path) for path in paths if path.is_file()
+    }
 
 
 @dataclass(frozen=True)

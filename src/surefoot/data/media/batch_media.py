@@ -131,11 +131,19 @@ class BatchMedia:
     ) -> dict[str, torch.Tensor]:
         """What the model gets beside tokens for the pictures in ``rows``; it may compute positions
         of several axes from it itself."""
-        names = self.model.names
+        return self.model_inputs(ids_BT, self.tensors(rows))
+
+    def tensors(self, rows: Sequence[Sequence[Seen]]) -> dict[str, torch.Tensor]:
+        """What the processor makes of the pictures in ``rows``. Raises ``DataError``."""
         decoded = {seen: self.files.decode(seen) for row in rows for seen in row}  # each once
-        tensors = self.processor.tensors([[decoded[seen] for seen in row] for row in rows])
-        tensors |= dict.fromkeys(_KINDS, _kinds(ids_BT, self.processor))
-        return {name: value for name, value in tensors.items() if name in names}
+        return self.processor.tensors([[decoded[seen] for seen in row] for row in rows])
+
+    def model_inputs(
+        self, ids_BT: torch.Tensor, tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """What the model gets of ``tensors``, and of the places of pictures in these ids."""
+        inputs = {**tensors, **dict.fromkeys(_KINDS, _kinds(ids_BT, self.processor))}
+        return {name: value for name, value in inputs.items() if name in self.model.names}
 
     def _axes(
         self,
@@ -186,10 +194,11 @@ class UnreadPictures:
 
 @dataclass(frozen=True)
 class PromptPictures:
-    """The pictures of one prompt. Their pixels are read when the prompt is answered."""
+    """The pictures of one prompt. Their pixels are read when the prompt is answered, or before."""
 
     media: BatchMedia
     pictures: Sequence[Seen]
+    tensors: Mapping[str, torch.Tensor] | None = None  # that were read before
 
     @property
     def key(self) -> str:
@@ -200,10 +209,16 @@ class PromptPictures:
         """Small copies, as data URLs."""
         return [self.media.files.thumbnail(each) for each in self.pictures]
 
+    def read(self) -> PromptPictures:
+        """The same, with all that the model gets of them. Raises ``DataError``."""
+        return replace(self, tensors=self.media.tensors([self.pictures]))
+
     def inputs(
         self, ids_BT: torch.Tensor, prompts: Sequence[PromptPictures]
     ) -> Mapping[str, torch.Tensor]:
         """What the model gets beside rows of ids, each of which is one of ``prompts``."""
+        if len(prompts) == 1 and prompts[0].tensors is not None:
+            return self.media.model_inputs(ids_BT, prompts[0].tensors)
         return self.media.inputs(ids_BT, [each.pictures for each in prompts])
 
 

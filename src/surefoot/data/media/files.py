@@ -34,9 +34,8 @@ Size = tuple[int, int]  # width and height in pixels
 _NOISE = "noise:"  # in place of a path: a picture of noise, for checks: seed, width, height
 _KEPT = "kept:"  # in place of a path: a file of the cache, by its digest; the row had its bytes
 _INLINE = "inline:"  # in place of a path: the file itself, where no cache is
-_MAX_BYTES = 1 << 28
+MAX_BYTES = 1 << 28  # of a picture
 _MAX_PIXELS = 89_478_485  # where Pillow begins to warn
-_TOO_LARGE = f"it has more than {_MAX_PIXELS:,} pixels"
 _LONGEST = 255  # characters of the name of a file
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+=*\s*")
 _SMALL = 160  # pixels of the longer side of a thumbnail
@@ -97,6 +96,7 @@ class MediaFiles:
     folder: Path  # of paths in rows
     cache: Path | None  # of pictures that rows contain themselves; None: they stay in memory
     setting: str = "data.media.folder"  # that names the folder, for people
+    most_pixels: int = _MAX_PIXELS  # of a file, whatever the model is to see of it
 
     def look(self, source: str | bytes) -> Seen:
         """A picture of a row, by its header; its tokens are not known here. Raises ``DataError``:
@@ -112,7 +112,7 @@ class MediaFiles:
         if isinstance(source, str) and path.startswith((_NOISE, _KEPT, _INLINE)):
             path = f"./{path}"  # a file of that name, of which nothing but a path is meant
         data = self._read(path)
-        with _damage_said(), _opened(data) as image:
+        with _damage_said(), self._opened(data) as image:
             width, height = image.size
             frames = getattr(image, "n_frames", 1)
             if frames > 1 and image.format != "MPO":  # telephones add a thumbnail in this form
@@ -126,7 +126,7 @@ class MediaFiles:
                     "become white; convert it to 8 bits"
                 )
             is_png = image.format == "PNG"
-            _verify(data)
+            self._verify(data)
             # Of a PNG, Pillow decodes all pixels first, as the chunk may be behind them.
             may_turn = not is_png or any(mark in data for mark in _TURNING)
             if may_turn and image.getexif().get(_ORIENTATION, 1) >= _QUARTER_TURNED:
@@ -145,7 +145,7 @@ class MediaFiles:
             data = self._read(seen.path)
             if xxhash.xxh3_64_hexdigest(data) != seen.digest:
                 raise DataError("it has changed since its row was encoded")
-            with _opened(data) as image:
+            with self._opened(data) as image:
                 rgb = _as_rgb(ImageOps.exif_transpose(image))
         except Exception as error:  # as in ``_damage_said``
             cure = "restore the file, or start again: its row is then encoded again"
@@ -194,7 +194,7 @@ class MediaFiles:
         if len(path) > _LONGEST and _BASE64.fullmatch(path):
             raise DataError('it is no path, but base64; write "data:image/png;base64," before it')
         try:
-            return files.read_inside(folder, name, _MAX_BYTES)
+            return files.read_inside(folder, name, MAX_BYTES)
         except FileNotFoundError:
             raise DataError(
                 f"no such file; its path is relative to {self.setting}, which is {folder}"
@@ -206,13 +206,43 @@ class MediaFiles:
                 "reached through no link"
             ) from None
 
+    def _opened(self, data: bytes) -> Image:
+        """A picture of which the header was read, and no more: what is too large is not decoded."""
+        import PIL.Image
+
+        too_large = DataError(f"it has more than {self.most_pixels:,} pixels")
+        try:
+            image = PIL.Image.open(BytesIO(data), formats=FORMATS)
+        except (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning):
+            raise too_large from None
+        except Exception:  # as in ``_damage_said``
+            raise DataError(
+                "it is truncated or damaged, or in another format than its name says; expected "
+                f"one of {', '.join(FORMATS)}"
+            ) from None
+        if image.width * image.height > self.most_pixels:  # Pillow allows twice as many
+            image.close()
+            raise too_large
+        return image
+
+    def _verify(self, data: bytes) -> None:
+        """Check a picture to its end: a PNG by its checksums, which need no pixel; a JPEG, which
+        is read to its end in an eighth of its size, at a third of the time; others as they are
+        decoded."""
+        with _damage_said(), self._opened(data) as image:
+            if image.format == "PNG":
+                image.verify()
+            else:
+                image.draft("L", (1, 1))
+                image.load()
+
     def _kept(self, data: bytes) -> str:
         """The place of a picture that a row contains, written to the cache if there is one."""
         if self.cache is None:
             return _INLINE + base64.b64encode(data).decode()
         name = xxhash.xxh3_128_hexdigest(data)
         try:  # never believed by its name: it may be cut off, or another one
-            is_there = files.read_inside(self.cache, name, _MAX_BYTES) == data
+            is_there = files.read_inside(self.cache, name, MAX_BYTES) == data
         except (OSError, ValueError):
             is_there = False
         if not is_there:
@@ -240,36 +270,6 @@ def _as_rgb(image: Image) -> Image:
     image = image.convert("RGBA")
     white = PIL.Image.new("RGBA", image.size, "white")
     return PIL.Image.alpha_composite(white, image).convert("RGB")
-
-
-def _opened(data: bytes) -> Image:
-    """A picture of which the header was read."""
-    import PIL.Image
-
-    try:
-        image = PIL.Image.open(BytesIO(data), formats=FORMATS)
-    except (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning):
-        raise DataError(_TOO_LARGE) from None
-    except Exception:  # as below
-        raise DataError(
-            "it is truncated or damaged, or in another format than its name says; expected one of "
-            f"{', '.join(FORMATS)}"
-        ) from None
-    if image.width * image.height > _MAX_PIXELS:  # of which Pillow warns, up to twice as many
-        image.close()
-        raise DataError(_TOO_LARGE)
-    return image
-
-
-def _verify(data: bytes) -> None:
-    """Check a picture to its end: a PNG by its checksums, which need no pixel; a JPEG, which is
-    read to its end in an eighth of its size, at a third of the time; others as they are decoded."""
-    with _damage_said(), _opened(data) as image:
-        if image.format == "PNG":
-            image.verify()
-        else:
-            image.draft("L", (1, 1))
-            image.load()
 
 
 @contextmanager

@@ -44,7 +44,8 @@ def open_processor(
 ) -> MediaProcessor | None:
     """The processor in a model's folder, with ``tokenizer`` in place of its own; None if the model
     reads text alone. Raises ``ModelError``: it cannot be opened."""
-    configs = {name: files.read_json(base / name) for name in _NAMES if (base / name).is_file()}
+    with files.reading(ModelError, f"{base}: the configuration of its processor"):
+        configs = {n: dict(files.read_json(base / n)) for n in _NAMES if (base / n).is_file()}
     if not configs.keys() & set(FILES):
         return None
     try:
@@ -61,7 +62,7 @@ def open_processor(
             f"{base}: its processor needs a package that is missing: {first_line(error)} "
             f"({installation('pillow')} has what most processors need)"
         ) from None
-    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:
         raise ModelError(f"{base}: cannot open its processor: {first_line(error)}") from None
     # Whether pictures are tokens of the row.
     writes_text = type(processor).replace_image_token is not ProcessorMixin.replace_image_token
@@ -71,7 +72,7 @@ def open_processor(
             "not supported"
         )
     processor.tokenizer = tokenizer
-    contents = {name: (base / name).read_bytes() for name in FILES if (base / name).is_file()}
+    contents = {name: files.read_file(base / name) for name in FILES if (base / name).is_file()}
     media = MediaProcessor(processor, contents)
     try:  # a processor of another kind shows itself here, and not in the first row
         _ = media.control, media.token_ids, media.fingerprint

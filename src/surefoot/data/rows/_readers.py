@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import csv
+import io
 import json
 import re
 from collections import Counter
@@ -15,7 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ...errors import DataError, counted
+from ...errors import DataError, counted, first_line
+from ...storage.files import open_stream
 from .formats.fields import DECODER, Row, Struct, from_json, shown, unique_keys
 
 if TYPE_CHECKING:
@@ -76,7 +78,7 @@ def read_csv(path: Path) -> Iterator[Line]:
     are separated by what separates the names: commas, or else semicolons or tabs."""
     check_encoding(path)
     csv.field_size_limit(2**31 - 1)  # the default refuses texts above 128 KiB
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with io.TextIOWrapper(open_stream(path), "utf-8-sig", newline="") as file:
         records = csv.reader(file, strict=True, delimiter=_delimiter(path))
         try:
             names = next(records, [])
@@ -97,7 +99,7 @@ def _delimiter(path: Path) -> str:
     """What separates the names in the first line."""
     if path.suffix.lower() == ".tsv":
         return "\t"
-    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+    with io.TextIOWrapper(open_stream(path), "utf-8-sig", "replace", newline="") as file:
         line = file.readline(MOST_NAMES)
     counts = {each: len(next(csv.reader([line], delimiter=each), [])) for each in ",;\t"}
     return "," if counts[","] > 1 else max(counts, key=lambda each: counts[each])
@@ -144,12 +146,23 @@ def _refuse_twins(names: Iterable[str], where: Path | str) -> None:
         raise DataError(f"{where}: the name {twins[0]!r} occurs twice; rename one of the two")
 
 
-def rows_of(batch: pa.RecordBatch) -> Iterator[Row]:
-    """The rows of a batch: texts of the type Json as what they say, structures as ``Struct``."""
+def rows_of(batch: pa.RecordBatch) -> Iterator[Line]:
+    """The rows of a batch: texts of the type Json as what they say, structures as ``Struct``. One
+    that cannot become Python objects is a broken row."""
     converters = {field.name: _converter(field.type) for field in batch.schema}
     odd = {name: convert for name, convert in converters.items() if convert is not None}
-    for row in batch.to_pylist():
-        yield {**row, **{name: convert(row[name]) for name, convert in odd.items()}}
+    try:
+        rows: list[Row] | None = batch.to_pylist()
+    except Exception:  # of one row, such as a time in the year 60000, or text that is no UTF-8
+        rows = None
+    for index in range(batch.num_rows):
+        try:
+            row = batch.slice(index, 1).to_pylist()[0] if rows is None else rows[index]
+            yield {**row, **{name: convert(row[name]) for name, convert in odd.items()}}
+        except DataError:
+            raise
+        except Exception as error:
+            yield f"cannot be read ({type(error).__name__}: {first_line(error)})"
 
 
 def _converter(kind: pa.DataType) -> Callable[[Any], object] | None:
@@ -185,7 +198,7 @@ def _same(value: object) -> object:
 def text_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Number and text of every line that is not blank, without byte order mark and line end."""
     check_encoding(path)
-    with path.open("rb") as file:
+    with open_stream(path) as file:
         for number, line in enumerate(file, 1):
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -211,7 +224,7 @@ def read_jsonl(path: Path) -> Iterator[Line]:
 
 def read_json(path: Path) -> Iterator[Line]:
     """A list of objects; or one object per line, since some tools name such files .json too."""
-    with path.open("rb") as file:
+    with open_stream(path) as file:
         start = file.read(3).removeprefix(BOM).lstrip()
         while not start and (more := file.read(CHUNK)):
             start = more.lstrip()
@@ -233,7 +246,7 @@ def read_json(path: Path) -> Iterator[Line]:
 
 def check_kind(path: Path) -> bytes:
     """The first bytes of a file. Raises ``DataError``: by these it is another kind of file."""
-    with path.open("rb") as file:
+    with open_stream(path) as file:
         start = file.read(64)
     text = start.removeprefix(BOM).lstrip()
     marks = {".parquet": b"PAR1", ".arrow": b"ARROW1", ".txt": b"<"}
@@ -256,7 +269,7 @@ def check_encoding(path: Path) -> None:
 def _text_of(path: Path, size: int = -1) -> str:
     """The text of the first ``size`` bytes of a file, or of all of it."""
     check_encoding(path)
-    with path.open("rb") as file:
+    with open_stream(path) as file:
         data = file.read(size)
     try:
         # a character that ``size`` cuts through is left out
@@ -269,7 +282,7 @@ def not_utf8(path: Path) -> DataError:
     """The error for a text file in another encoding, with the first line that is not UTF-8: readers
     that read ahead have seen lines before it alone."""
     where, kind = "it", "ISO-8859-1"
-    with path.open("rb") as file:
+    with open_stream(path) as file:
         for number, line in enumerate(file, 1):
             if number == 1:
                 kind = next((MARKS[mark] for mark in MARKS if line.startswith(mark)), kind)

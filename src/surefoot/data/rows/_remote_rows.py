@@ -15,6 +15,7 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 from urllib.parse import unquote, urlsplit
@@ -144,7 +145,7 @@ def _copy(store: Any, entry: Mapping[str, Any], path: Path) -> None:
     part, size, name = path.with_name(f"{path.name}.part"), entry["size"], entry["name"]
     try:
         if size is not None and part.exists() and entry.get("partial", True):
-            with part.open("ab") as opened:
+            with files.open_log(part) as opened:
                 while (start := opened.tell()) < size:
                     end = min(start + 16 * CHUNK, size)
                     data = store.cat_file(name, start=start, end=end)
@@ -209,9 +210,12 @@ class Hub:
 
     def rows(self) -> Iterator[Row | BrokenRow]:
         """All rows; raises DataError if the dataset cannot be loaded."""
-        for table in self._loaded.with_format("arrow").iter(batch_size=ROWS):
-            for batch in table.to_batches():
-                yield from rows_of(batch)
+        index = 0
+        with files.reading(DataError, lambda: f"dataset {self}: row {index}"):
+            for table in self._loaded.with_format("arrow").iter(batch_size=ROWS):
+                for row in chain.from_iterable(map(rows_of, table.to_batches())):
+                    yield BrokenRow(index, row) if isinstance(row, str) else row
+                    index += 1
 
     def content_hash(self) -> str:
         """The hub library's own fingerprint of what it loaded."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,8 +92,8 @@ class Files:
         """All rows; raises DataError if a file is not of its kind."""
         index = 0
         for path in self.paths:
-            kind = path.suffix.lower()
-            with _reading(path):
+            kind, first = path.suffix.lower(), index
+            with files.reading(DataError, lambda: _place(path, index - first)):  # noqa: B023
                 lines = read_txt(path, self.text_unit) if kind == ".txt" else READERS[kind](path)
                 for row in lines:
                     yield BrokenRow(index, f"{path.name}: {row}") if isinstance(row, str) else row
@@ -112,7 +112,7 @@ class Files:
             with _reading(path):
                 unit = self.text_unit if path.suffix.lower() == ".txt" else ""
                 digest.update(f"{path.suffix}{unit}:{path.stat().st_size}:".encode())
-                with path.open("rb") as file:
+                with files.open_stream(path) as file:
                     while chunk := file.read(CHUNK):
                         digest.update(chunk)
         return digest.hexdigest()
@@ -128,12 +128,13 @@ class Files:
         return xxhash.xxh3_128_hexdigest("\n".join(traces).encode())
 
 
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+def _reading(path: Path) -> AbstractContextManager[None]:
+    return files.reading(DataError, str(path))
+
+
+def _place(path: Path, num_rows: int) -> str:
+    """Where a reader was, of which so many rows have come."""
+    return f"{path}: row {num_rows}" if num_rows else str(path)
 
 
 def find_files(path: Path, split: str | None = None, text_unit: TextUnit = "file") -> Files:

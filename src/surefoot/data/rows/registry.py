@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import DataError, did_you_mean
+from ...storage import files
 from ...storage.remote import Address, is_address
 from ..example import JSON, BrokenRow
 from ._readers import TextUnit
@@ -151,14 +152,11 @@ def _form(
 def read_registry(path: Path) -> JSON:
     """The entries of a ``dataset_info.json`` by name, each to be checked when it is used. Raises
     ``DataError``: it is not a JSON object."""
-    if not path.is_file():
-        raise DataError(f"cannot read {path}: it is not a file")
-    try:
-        raw = json.loads(path.read_bytes(), object_pairs_hook=unique_keys)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not valid JSON: {error}") from None
+    with files.reading(DataError, str(path)):
+        try:
+            raw = json.loads(files.read_file(path), object_pairs_hook=unique_keys)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path}: not valid JSON: {error}") from None
     return _object(raw, str(path))
 
 

@@ -10,7 +10,7 @@ from functools import cache
 from itertools import islice
 from math import isnan
 
-from ...errors import DataError, counted, did_you_mean, similar
+from ...errors import DataError, counted, did_you_mean, first_line, similar
 from ..data_order import Index
 from ..example import BrokenRow, Example, Message, sources_of
 from ..section import DataSection
@@ -137,6 +137,8 @@ def _read(
         )
     except DataError as error:
         return BrokenRow(index, str(error), isinstance(error, NothingToLearnError))
+    except Exception as error:  # of a format's code, which meets values that nobody has foreseen
+        return BrokenRow(index, f"cannot be read ({type(error).__name__}: {first_line(error)})")
 
 
 def parse_row(form: Format, row: Row) -> Example:

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...batch import IGNORE_INDEX, Features
 from ...errors import DataError, TemplateError
+from ...storage.files import reading
 from ..example import (
     EMPTY,
     JSON,
@@ -103,11 +104,15 @@ class Codec:
 
     def encode_chats(self, examples: Sequence[Example]) -> list[Encoded]:
         """Ids and labels of each conversation within ``cutoff_len``, or why it is dropped."""
+        outcomes = list[RenderedConversation | Dropped]()
         with self._lock:
-            outcomes = [self._render_row(example) for example in examples]
+            for example in examples:
+                with reading(DataError, example.origin):
+                    outcomes.append(self._render_row(example))
             chat = self._chat
         texts = [each.text for each in outcomes if isinstance(each, RenderedConversation)]
-        tokens = iter(chat.encode(texts))  # in Rust, without the lock: another thread may render
+        with reading(DataError, f"{examples[0].origin if examples else ''}, or a row behind it"):
+            tokens = iter(chat.encode(texts))  # in Rust, without the lock: others may render
         with self._lock:
             return [
                 outcome if isinstance(outcome, Dropped) else self._label(outcome, next(tokens))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ...errors import DataError, RunError
-from ...storage.files import make_folder, raising, write_aside
+from ...storage.files import MAX_JSON, make_folder, raising, read_file, reading, write_aside
 from ..example import JSON, BrokenRow, Example, Message, unread_line
 from ..rows._readers import text_lines
 from ..rows._row_sources import Files
@@ -149,10 +149,8 @@ def unread_line_of(prompts: Sequence[Prompt], reading: Reading) -> str | None:
 def read_tools(path: Path) -> tuple[JSON, ...]:
     """The schemas of functions in a JSON file. Raises ``DataError``: it is missing, or no list of
     schemas."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--tools {path}: cannot be read: {error}") from None
+    with reading(DataError, f"--tools {path}"):
+        text = read_file(path, MAX_JSON).decode()
     try:
         schemas = tools({"tools": text}, "tools")
     except DataError as error:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,11 +37,17 @@ from ...terminal_text import in_bytes
 from .store import MissingError, Store, StoreError
 
 logger = logging.getLogger(__name__)
+RUN_ID = ".run-id"  # a file of a run, here and there, that says which run it is
+_MAX_ID = 64  # bytes of it
 MAX_RUN_FILE = 1 << 30  # bytes of a file of a run that is no checkpoint's
 WORKERS = 4  # files that are uploaded or deleted at a time
 _DAMAGED = "manifest.damaged.json"  # what the manifest of a damaged checkpoint is renamed to
 _READERS = 8  # parts of files that are downloaded at a time
 _RANGE = 16 << 20  # bytes asked for at a time
+
+
+class AnotherRunError(CheckpointError):
+    """The folder in the store is another run's."""
 
 
 class StoredDamageError(CheckpointError):
@@ -78,6 +85,11 @@ class Contents:
         return {
             n.removeprefix(start): size for n, size in self.files.items() if n.startswith(start)
         }
+
+    @property
+    def has_id(self) -> bool:
+        """Whether there is the id of the run."""
+        return 0 < self.files.get(RUN_ID, 0) <= _MAX_ID
 
     @property
     def of_the_run(self) -> list[str]:
@@ -122,6 +134,28 @@ def upload(store: Store, folder: Path, *, replace: bool = False) -> int:
     if not store.create(f"{name}/{MANIFEST}", manifest):
         raise name_taken
     return sum(sizes.values()) + len(manifest)
+
+
+def run_id(folder: Path, stored: bytes = b"") -> bytes:
+    """The id of the run in a local ``folder``. One that has none gets the ``stored`` id, or a new
+    one."""
+    if not files.exists(folder / RUN_ID):
+        files.make_folder(folder)
+        files.write_aside(folder / RUN_ID, stored or secrets.token_hex(16).encode())
+    return files.read_inside(folder, RUN_ID, _MAX_ID)
+
+
+def claim(store: Store, folder: Path) -> None:
+    """Say in the store which run it is of, that in the local ``folder``: before anything is sent or
+    deleted. Raises ``AnotherRunError``."""
+    with files.raising(CheckpointError):
+        own = run_id(folder)
+    if not store.create(RUN_ID, own):
+        raise AnotherRunError(
+            f"{store.address}: another run stores its checkpoints there; nothing of it was "
+            f"replaced or deleted. What this run has is in {folder}: set another "
+            "train.output_dir, and start from there"
+        )
 
 
 def remove(store: Store, name: str) -> None:

@@ -24,7 +24,7 @@ from ...errors import CheckpointError, ModelError, counted
 from ...recipe.files import ADAPTER, is_run
 from ...recipe.run_recipe import checkpoint_of
 from ...run.card import BASE
-from ...storage.files import digest, read_json
+from ...storage.files import digest, open_stream, read_file, read_json
 from ...training.callbacks.launches import NAME as LAUNCHES
 from ...training.callbacks.metric_files import PLOT
 
@@ -46,7 +46,7 @@ class LocalFile:
 
     def read(self) -> bytes:
         """All bytes."""
-        return self.source if isinstance(self.source, bytes) else self.source.read_bytes()
+        return self.source if isinstance(self.source, bytes) else read_file(self.source)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Publication:
         path = self.run and self.run / LAUNCHES
         if path is None or not path.is_file():
             return ""
-        with path.open("rb") as file:
+        with open_stream(path) as file:
             return hashlib.sha256(file.readline()).hexdigest()[:32]
 
 

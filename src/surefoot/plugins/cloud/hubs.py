@@ -137,7 +137,7 @@ def _download(url: str, blob: Path, size: int) -> str | None:
     part = blob.with_name(f"{blob.name}.part")
     with files.raising(HubError, f"cannot write to {blob.parent}"):
         files.make_folder(blob.parent)
-    with part.open("ab") as file:
+    with files.open_log(part) as file:
         if file.tell() > size:  # of a server that sent too much, and would refuse to continue it
             file.truncate(0)
         http_get(

@@ -35,7 +35,7 @@ from ...storage.child import Child
 from ...storage.parallel_work import in_parallel
 from ...storage.remote import Address
 from ...terminal_text import in_bytes
-from .checkpoints import MAX_RUN_FILE, WORKERS, remove, upload
+from .checkpoints import MAX_RUN_FILE, WORKERS, AnotherRunError, claim, remove, upload
 from .store import Store
 
 logger = logging.getLogger(__name__)
@@ -83,6 +83,7 @@ class Mirror:
         self._leaving: set[int] = set()  # steps that the save in progress deletes here
         self._task: Task | None = None  # in flight
         self._failure: str | None = None  # of an upload, since the last save
+        self._meets_another = False  # another run stores its checkpoints there
         self._worker: Child | _Inline | None = None
 
     @property
@@ -161,7 +162,8 @@ class Mirror:
         try:
             is_lost = isinstance(error, LostPeerError)  # a run that starts again must not wait
             # KeyboardInterrupt is no Exception: nobody waits for an upload then.
-            if error is None or (isinstance(error, Exception) and not is_lost):
+            is_over = is_lost or self._meets_another
+            if error is None or (isinstance(error, Exception) and not is_over):
                 self.finish()
         except CheckpointError as failure:
             if error is None:
@@ -229,6 +231,9 @@ class Mirror:
     def _end_task(self, task: Task, answer: Answer) -> None:
         """Record the outcome of the task that was in flight."""
         self._task, step = None, task["upload"]
+        if answer.get("is_another"):
+            self._meets_another = True
+            raise CheckpointError(answer["error"])
         if "error" in answer:
             self._failure = answer["error"]
             for failed in {step, *task["forget"]} - {None}:
@@ -297,6 +302,8 @@ class Uploader:
         began = time.monotonic()
         try:
             return {**self._do(task), "seconds": time.monotonic() - began}
+        except AnotherRunError as error:
+            return {"error": str(error), "is_another": True}
         except SurefootError as error:
             return {"error": str(error)}
         except Exception as error:
@@ -304,6 +311,7 @@ class Uploader:
             return {"error": f"cannot upload: {type(error).__name__}: {error}"}
 
     def _do(self, task: Task) -> Answer:
+        claim(self._store, self._folder)
         self._upload_run_files()  # first: metrics must not lag behind a step
         num_bytes, step = 0, task["upload"]
         if step is not None:

@@ -15,6 +15,7 @@ from types import TracebackType
 
 from ...run.folder import RunUploads
 from ...storage.child import Child
+from ...storage.files import read_file
 from ...training.arguments import Context
 from ...training.callback import TrainerControl, TrainerState
 from ...training.section import TrainSection
@@ -133,7 +134,7 @@ def uploads_of(section: TrainSection) -> HubUploads:
 
 def _last_line(path: Path) -> str:
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        lines = read_file(path).decode(errors="replace").split("\n")
     except OSError as error:
         return str(error)
     last = next((line for line in reversed(lines) if line.strip()), "no reason given")

@@ -42,6 +42,7 @@ from ...run.card import (
     model_card,
     origin_of,
 )
+from ...storage.files import parse_json
 from ...storage.remote import HubError, is_repository_name, offline_setting
 from .contents import LocalFile, Publication, Redaction, gather, redaction_of
 
@@ -176,7 +177,7 @@ def _find(api: HfApi, name: str) -> Repository | None:
 def _parsed(marker: bytes) -> tuple[str, dict[str, _Hashes]]:
     """The run and the files that were uploaded last; none if the marker is somebody else's."""
     try:
-        content = json.loads(marker)
+        content = parse_json(marker)
         files = {str(path): (str(h[0]), str(h[1])) for path, h in content["files"].items()}
         if content["format"] == FORMAT:
             return str(content["source"]), files

@@ -22,10 +22,13 @@ from ...storage import files
 from ...storage.remote import Address, default_cache
 from .checkpoints import (
     MAX_RUN_FILE,
+    RUN_ID,
     Contents,
     StoredDamageError,
+    claim,
     download,
     list_store,
+    run_id,
     verify,
 )
 from .mirror import Mirror
@@ -108,8 +111,22 @@ class StoredRun:
             raise CheckpointError(report.problems[0])
         return download(self.store, name, self.folder)
 
+    def identify(self) -> None:
+        """Give the local folder the id of the stored run; of a new one, a new id, which its first
+        upload claims there. Raises ``RunError``: the two are different runs."""
+        stored = self.store.read(RUN_ID) if self.contents.has_id else b""
+        with files.raising(RunError):
+            local = run_id(self.folder, stored)
+        if stored not in (b"", local):
+            raise RunError(
+                f"{self.address}: another run is stored there than the one whose copy is in "
+                f"{self.folder}; set another train.output_dir, or move that folder away to resume "
+                "the stored run"
+            )
+
     def write(self, name: str, data: bytes) -> None:
-        """Upload a small file of the run."""
+        """Upload a small file of the run. Raises ``AnotherRunError``."""
+        claim(self.store, self.folder)
         self.store.write(name, data)
 
     def mirror(self) -> Mirror:
@@ -145,6 +162,7 @@ class ObjectStores:
     def open_run(self, address: Address, folder: Path, *, seconds: float) -> StoredRun:
         """Open a run. Raises ``StoreError`` if the store cannot be used."""
         run = _open(address, folder, seconds)
+        run.identify()
         run.download_recipe()
         return run
 

@@ -41,7 +41,7 @@ class TrainerLog(TrainerCallback):
         """Keep the lines that the log of the run has, and restore those that are missing: those
         that a killed launch wrote after its last save come again."""
         with files.raising(RunError, _DOING):
-            content = self.path.read_bytes() if self.path.exists() else b""
+            content = files.read_file(self.path) if self.path.exists() else b""
             existing = {_key(line): line for line in _complete(content)}
             logs = [_line(logs, state) for logs in state.log_history if "step" in logs]
             text = "".join(f"{json.dumps(existing.get(_key(line), line))}\n" for line in logs)
@@ -86,7 +86,7 @@ def _complete(content: bytes) -> list[dict[str, object]]:
     lines = list[dict[str, object]]()
     for text in content.splitlines(keepends=True):
         try:
-            line = json.loads(text) if text.endswith(b"\n") else None
+            line = files.parse_json(text) if text.endswith(b"\n") else None
         except ValueError:
             line = None
         if not isinstance(line, dict):

@@ -13,6 +13,7 @@ from typing import Literal
 
 from ...errors import CheckpointError
 from ...storage.child import Child
+from ...storage.files import read_file
 from ...training.arguments import Context
 from ...training.callback import TrainerCallback, TrainerControl, TrainerState
 from .reading import FamilyName
@@ -99,7 +100,7 @@ class MindSporeSaves(TrainerCallback):
         """Report it; of the best or last alone, delete the one before."""
         self._child, name = None, _FOLDER.format(self._step)
         if code:
-            reason = (run / _LOG).read_text(encoding="utf-8", errors="replace").strip()
+            reason = read_file(run / _LOG).decode(errors="replace").strip()
             reason = reason.rpartition("\n")[2].removeprefix("error: ")
             logger.warning("%s is not written: %s; training continues", name, reason)
             return

@@ -131,7 +131,7 @@ class MindSporeFolder(ModelTarget):
         model = base if is_model else model_near(folder)
         small: dict[str, bytes] = {}
         if model is not None:
-            small = companions_of(model, model) | {_CONFIG: (model / _CONFIG).read_bytes()}
+            small = companions_of(model, model) | {_CONFIG: files.read_file(model / _CONFIG)}
         return JoinedSource([("", source), ("", parts["state"])]), small
 
     def _from_others(self, origin: Origin) -> _Opened:

@@ -59,6 +59,11 @@ class ChatCompletionBody(SamplingBody):
         return self.max_completion_tokens or self.max_tokens
 
     @property
+    def may_have_pictures(self) -> bool:
+        """Whether a message has parts."""
+        return any(not isinstance(turn.get("content"), str) for turn in self.messages)
+
+    @property
     def num_alternatives(self) -> int | None:
         """Most probable tokens to report; None: no probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None

@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # an extra, and here only a name
     from llguidance import LLTokenizer
 
 _UNLIMITED = 1 << 20  # tokens of models whose positions have no limit
+_MOST_PIXELS = 16_000_000  # of a picture in a request; no model sees more of one
 BASE = "base"  # the name of the model under the adapter that is served
 
 
@@ -345,7 +346,7 @@ class Models:
         opened = open_model(path, base=base, dtype=self.settings.dtype, trust_remote_code=trusted)
         invariant = self.settings.batch_invariant or opened.generate.batch_invariant
         pack_weights(opened.inner, batch_invariant=invariant)
-        return opened
+        return opened.within(_MOST_PIXELS)
 
     def _longest(self, opened: LoadedModel) -> int:
         length = context_length(opened.model) or _UNLIMITED

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...data.example import JSON, Example, Message
+from ...data.media.files import MAX_BYTES
 from ...data.rows.formats import FORMATS
 from ...data.rows.rows import Reading, parse_row, unread_keys
 from ...data.text.templates import with_arguments
@@ -17,7 +18,6 @@ from .body import ApiError, Prompts
 from .models import ServedModel
 from .response_text import ResponseText
 
-_MOST_BYTES = 1 << 28  # of a picture
 _FORM = FORMATS["openai"]()
 # What clients of OpenAI send back with each message, and few chat templates show.
 _WITHOUT_EFFECT = {"name", "tool_call_id", "id", "type", "index", "refusal", "annotations"}
@@ -73,9 +73,6 @@ def chat_prompt(
     try:
         turns = _with_files(model, example.messages)
         ids, pictures = opened.codec.encode_with_pictures(turns, example.tools)
-        if opened.media is not None:
-            for seen in pictures:
-                opened.media.files.decode(seen)  # what is damaged is this request's error
     except SurefootError as error:
         raise ApiError(f"messages: {error}", param="messages") from None
     prompt = opened.with_pictures(ids, pictures)
@@ -103,7 +100,7 @@ def _with_files(model: ServedModel, messages: Sequence[Message]) -> list[Message
             why = "no file is read; send a data URL, or start the server with --media-folder FOLDER"
         else:
             try:
-                return files.read_inside(folder, source, _MOST_BYTES)
+                return files.read_inside(folder, source, MAX_BYTES)
             except (OSError, ValueError) as error:
                 reason = error.strerror if isinstance(error, OSError) else error
                 why = f"it is not read: {reason}; it must be a file inside --media-folder"

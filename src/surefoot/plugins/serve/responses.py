@@ -10,9 +10,11 @@ import logging
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi import APIRouter
@@ -20,6 +22,7 @@ from fastapi import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from ...errors import DataError
 from ...generate.live import RowSettings, Token
 from ...generate.responses import Request
 from .body import ApiError, post
@@ -30,9 +33,13 @@ from .sampling import SamplingBody
 logger = logging.getLogger(__name__)
 SECONDS_TO_READ = 60  # for which a client of a stream may read nothing
 _GONE = 499  # the client has closed the connection; nobody reads it
+# Threads of their own, so that requests without pictures never wait for one. Pixels of a request
+# may be hundreds of megabytes, and their answers come one after another.
+_PICTURE_THREADS, _PICTURE_PLACES = 2, 4
 _SHARE = 0.1  # of the newest response in the mean of their seconds
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 Choice = dict[str, Any]  # one response of an answer, or a part of one
+Rows = Sequence[tuple[Request, RowSettings]]
 Chunks = AsyncGenerator[Mapping[str, object], None]
 B = TypeVar("B", bound=SamplingBody)
 T = TypeVar("T")
@@ -48,7 +55,11 @@ def answer_at(
         state.check_room(request_body.num_responses)
         model = await state.models.get(request_body.model)
         # in a thread: a template, a tokenizer and a grammar take time that grows with the request
-        responses = await asyncio.to_thread(kind.prepared, state.engine, model, request_body)
+        prepare = partial(kind.prepared, state.engine, model, request_body)
+        if request_body.may_have_pictures:
+            responses = await state.in_picture_thread(prepare)
+        else:
+            responses = await asyncio.to_thread(prepare)
         if not request_body.stream:
             return await _unless_gone(http, responses.answer(state))
         chunks = responses.chunks(state)
@@ -63,6 +74,8 @@ class ServerState:
         self.models = Models(settings, self.engine)
         self._max_batch = settings.max_batch
         self._most = settings.max_batch + settings.max_waiting
+        self._picture_threads = ThreadPoolExecutor(_PICTURE_THREADS, "pictures")
+        self._picture_places = asyncio.Semaphore(_PICTURE_PLACES)
         self._num_open = 0  # responses that are waiting or being generated
         self._num_tokens = 0  # of all responses so far
         self._seconds = 1.0  # that a response takes, from recent ones
@@ -98,9 +111,27 @@ class ServerState:
                 headers={"Retry-After": str(seconds)},
             )
 
+    async def in_picture_thread(self, work: Callable[[], T]) -> T:
+        """The result of ``work`` with pictures, of which two are read at a time."""
+        return await asyncio.get_running_loop().run_in_executor(self._picture_threads, work)
+
+    @asynccontextmanager
+    async def _with_pixels(self, rows: Rows) -> AsyncIterator[Rows]:
+        """``rows``, all of one prompt or without pictures, once the pixels of these are read."""
+        pictures = rows[0][0].pictures if rows else None
+        if pictures is None:
+            yield rows
+            return
+        async with self._picture_places:
+            try:
+                ready = await self.in_picture_thread(pictures.read)
+            except DataError as error:
+                raise ApiError(f"messages: {error}", param="messages") from None
+            yield [(replace(request, pictures=ready), settings) for request, settings in rows]
+
     @asynccontextmanager
     async def answering(
-        self, model: ServedModel, rows: Sequence[tuple[Request, RowSettings]]
+        self, model: ServedModel, rows: Rows
     ) -> AsyncIterator[AsyncIterator[tuple[int, Token]]]:
         """The tokens of ``rows`` as they come, each with the place of its row. Rows that are not
         complete when the block ends are dropped. Raises ``ApiError``."""
@@ -109,9 +140,10 @@ class ServerState:
         sink: Sink = asyncio.Queue()
         started = time.monotonic()
         self._num_open += len(rows)
-        self.engine.submit(model.lane, rows, sink)
         try:
-            yield self._tokens(sink, places, started)
+            async with self._with_pixels(rows) as ready:
+                self.engine.submit(model.lane, ready, sink)
+                yield self._tokens(sink, places, started)
         finally:
             self._num_open -= len(rows)
             self.engine.drop(list(places))
@@ -141,7 +173,7 @@ class ServedResponses(ABC, Generic[B]):
     model: ServedModel
     body: B
     prompts: Sequence[Sequence[int]]
-    rows: Sequence[tuple[Request, RowSettings]]
+    rows: Rows
     created: int = field(default_factory=lambda: int(time.time()))
 
     prefix: ClassVar[str]

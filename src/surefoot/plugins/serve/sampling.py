@@ -68,6 +68,11 @@ class SamplingBody(Body):
         return self.n or 1
 
     @property
+    def may_have_pictures(self) -> bool:
+        """Whether to read it may take as long as pictures do."""
+        return False
+
+    @property
     @abstractmethod
     def most_tokens(self) -> int | None:
         """Of a response; None: as many as the context has room for."""
@@ -127,6 +132,10 @@ class Bias:
             counts_V = counts_V.to(logits_V.device)
             logits_V -= self.frequency * counts_V + self.presence * (counts_V > 0)
         return logits_V
+
+    def settle(self, token: int, row: OpenResponse) -> int:
+        """It is as it was chosen."""
+        return token
 
     def add(self, token: int) -> None:
         """The row has its tokens."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from ...errors import RunError, first_line
+from ...storage.files import raising, read_file
 from .objective import Direction
 from .space import Space, Values, as_text
 
@@ -45,9 +47,11 @@ def open_study(folder: Path, direction: Direction) -> optuna.Study:
     # last line makes the journal unreadable with the next one (decisions/0076).
     for stale_lock in folder.glob(f"{STUDY}.lock*"):
         stale_lock.unlink(missing_ok=True)
-    if path.exists() and not (data := path.read_bytes()).endswith(b"\n"):
-        with path.open("r+b") as file:
-            file.truncate(data.rfind(b"\n") + 1)
+    if path.exists():
+        with raising(RunError, "the study"):
+            data = read_file(path)
+        if not data.endswith(b"\n"):
+            os.truncate(path, data.rfind(b"\n") + 1)
     backend = JournalFileBackend(str(path), lock_obj=JournalFileOpenLock(str(path)))
     try:
         storage = JournalStorage(backend)

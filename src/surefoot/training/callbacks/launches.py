@@ -91,7 +91,8 @@ class LaunchFiles:
         path = self.folder / HEARTBEAT
         aside = path.with_name(f"{HEARTBEAT}.{os.getpid()}")
         with suppress(OSError):
-            aside.write_text(json.dumps({**heartbeat, **process(), **facts}))
+            with open_log(aside, is_empty=True) as file:
+                file.write(json.dumps({**heartbeat, **process(), **facts}).encode())
             aside.replace(path)
         return True
 

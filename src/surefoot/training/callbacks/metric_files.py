@@ -27,7 +27,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import RecipeError, RunError, explain, installation
-from ...storage.files import append_line, make_folder, raising, rename, write_aside
+from ...storage.files import (
+    append_line,
+    make_folder,
+    raising,
+    read_file,
+    rename,
+    write_aside,
+)
 from ..arguments import Context
 from ..callback import Metrics, TrainerCallback, TrainerControl, TrainerState
 
@@ -82,7 +89,7 @@ def restore(path: Path, history: Sequence[Metrics]) -> Lines:
     An incomplete last line is deleted."""
     with raising(RunError, "metrics"):
         make_folder(path.parent)
-        content = path.read_bytes() if path.exists() else b""
+        content = read_file(path) if path.exists() else b""
         records = _restored(list(_records(content)), history)
         lines = [f"{json.dumps(record)}\n".encode() for record in records]
         if (text := b"".join(lines)) != content:

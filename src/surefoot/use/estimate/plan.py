@@ -8,7 +8,6 @@ few of them find the largest one.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from bisect import bisect_right
@@ -28,6 +27,7 @@ from ...recipe.recipe import Recipe
 from ...recipe.recipe_data import with_batch_sizes
 from ...run.code_files import check_functions
 from ...run.parts import RunParts
+from ...storage.files import parse_json, read_file
 from ...storage.memory import free_memory
 from ...terminal_text import in_bytes
 from ...training.callbacks.metric_files import METRICS
@@ -197,7 +197,7 @@ def saving_of(dry_run: DryRunModel, ground: PlanBase) -> Saving:
 def measured_speed(folder: Path) -> float | None:
     """Tokens per second of all ranks, from the last logs of the run in ``folder``, if any."""
     try:
-        lines = (folder / METRICS).read_text(encoding="utf-8").splitlines()
+        lines = read_file(folder / METRICS).decode().splitlines()
     except (OSError, UnicodeDecodeError):
         return None
     speeds = [speed for line in lines[-10 * _SPEEDS :] if (speed := _speed(line))]
@@ -206,7 +206,7 @@ def measured_speed(folder: Path) -> float | None:
 
 def _speed(line: str) -> float | None:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError:
         return None
     value = record.get("tokens_per_second") if isinstance(record, dict) else None

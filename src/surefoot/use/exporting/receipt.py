@@ -126,7 +126,7 @@ def read_receipt(target: Path) -> Receipt:
         )
     try:
         with files.open_file(path) as file:
-            content = json.loads(files.read_all(file, _LIMIT))
+            content = files.parse_json(files.read_all(file, _LIMIT))
         version = content.pop("format")
         if version != _FORMAT:
             raise ModelError(
