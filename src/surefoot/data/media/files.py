@@ -126,7 +126,7 @@ class MediaFiles:
             may_turn = not is_png or any(mark in data for mark in _TURNING)
             if may_turn and image.getexif().get(_ORIENTATION, 1) >= _QUARTER_TURNED:
                 width, height = height, width
-        return Seen(path, xxhash.xxh3_64_hexdigest(data), *self._fitted((width, height)), 0)
+        return Seen(path, xxhash.xxh3_64_hexdigest(data), *self.fitted((width, height)), 0)
 
     def decode(self, seen: Seen) -> Image:
         """The pixels of a picture. Raises ``DataError``: it is not what it was when its row was
@@ -215,7 +215,7 @@ class MediaFiles:
             files.write_aside(self.cache / name, data)
         return _KEPT + name
 
-    def _fitted(self, size: Size) -> Size:
+    def fitted(self, size: Size) -> Size:
         """A size within the limit of pixels, of the same shape."""
         most, pixels = self.section.max_pixels, size[0] * size[1]
         if most is None or pixels <= most:
