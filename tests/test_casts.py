@@ -160,4 +160,4 @@ def test_the_names_of_every_architecture_are_understood(tmp_path):
             assert all(kept(f"model.layers.0.{n.replace('*', 'x')}.weight") for n in names)
             assert not kept("model.layers.0.self_attn.q_proj.bias")
             count += 1
-    assert count >= 8
+    assert count >= 6

@@ -50,7 +50,8 @@ class GGUFAlone:
     def ends(self) -> Collection[int]:
         """The tokens that the file names, and those that its Modelfile does."""
         ids = [self._field(f"tokenizer.ggml.{name}_token_id") for name in _ENDS]
-        lines = self.path.with_suffix(".Modelfile").read_text(encoding="utf-8").splitlines()
+        modelfile = self.path.with_suffix(".Modelfile")
+        lines = modelfile.read_text(encoding="utf-8").splitlines() if modelfile.is_file() else []
         stops = {line.removeprefix(_STOP) for line in lines if line.startswith(_STOP)}
         tokens = self.tokenizer.get_vocab().items()
         return {*ids, *(i for name, i in tokens if json.dumps(name, ensure_ascii=False) in stops)}
