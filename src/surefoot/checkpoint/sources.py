@@ -262,7 +262,8 @@ def rounded(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor
     result = values.to(dtype)
     if dtype == values.dtype or torch.finfo(dtype).max >= torch.finfo(values.dtype).max:
         return result
-    if (result.isinf() & values.isfinite()).any():
+    infinite = result.isinf()
+    if infinite.any() and (infinite & values.isfinite()).any():
         raise CheckpointError(
             f"{name}: its values (up to {values[values.isfinite()].abs().max():.3g}) exceed "
             f"{str(dtype).removeprefix('torch.')}; write bfloat16 or float32 (--dtype)"
