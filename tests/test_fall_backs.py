@@ -69,6 +69,10 @@ ANSWERS = {  # what is caught there is an answer, or said by others; no slower w
     "training/arguments.py: __setattr__": "no plain value",
     "training/callbacks/_tracker_process.py: read": "a file of before that cannot be read",
     "training/callbacks/launches.py: process_began": "another system",
+    "use/exporting/conversion.py: unloaded_weights": "said, if config.json names such layers",
+    "use/exporting/opened_alone.py: _compare_prompts": "a sentence of what differs",
+    "use/exporting/opened_alone.py: _media": "a model that reads text alone",
+    "use/exporting/opened_alone.py: read_alone": "a sentence of what differs",
     "use/model_loading.py: _named_base": "the next place, else an error",
 }
 

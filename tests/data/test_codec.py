@@ -1,12 +1,16 @@
 """Messages to ids and labels: what is learnt, what is cut, and that chat sees the same."""
 
+import ast
 import dataclasses
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 import tiny_tokenizers
+from folders import CHATML
+from source_trees import SRC, TREES
 from surefoot.batch import IGNORE_INDEX
 from surefoot.data.example import Dropped, Example, Message, Truncated
 from surefoot.data.section import DataSection
@@ -617,3 +621,36 @@ def test_the_fingerprint_changes_with_all_that_changes_the_ids_and_nothing_else(
     )
     prints = {same, *(made.fingerprint for made in different)}
     assert len(prints) == len(different) + 1
+
+
+def test_a_sampled_response_has_its_tags_and_not_the_marks_of_turns():
+    tags = ("<answer>", "</answer>")
+    known = tiny_tokenizers.tokenizer(chat_template=CHATML)
+    known.add_tokens([AddedToken(tag, special=True) for tag in tags], special_tokens=True)
+    codec = Codec(known, load_template("auto", known), DataSection(datasets=("rows.jsonl",)))
+    text = "<answer>42 , </answer>"
+    ids = known(f"{text}<|im_end|>", add_special_tokens=False)["input_ids"]
+    turns = known("<|im_end|>\n<|im_start|>user\nmore", add_special_tokens=False)["input_ids"]
+    assert codec.response_text([*ids, known.eos_token_id]) == text
+    assert codec.response_text([*ids[:-1], *turns]) == f"{text}\nuser\nmore"
+
+
+def test_tags_that_a_template_names_in_its_system_text_are_seen():
+    source = "<|im_start|>system\nWrite <answer>42</answer>.<|im_end|>\n" + CHATML
+    known = tiny_tokenizers.tokenizer(chat_template=source)
+    known.add_tokens([AddedToken("<answer>", special=True)], special_tokens=True)
+    codec = Codec(known, load_template("auto", known), DataSection(datasets=("rows.jsonl",)))
+    ids = known("<answer>4<|im_end|>", add_special_tokens=False)["input_ids"]
+    assert codec.response_text(ids) == "<answer>4"
+
+
+def test_special_tokens_are_hidden_in_one_place_only():
+    """A reward, a judge and a page that each hide what they like would see other responses."""
+    calls = {
+        str(file.relative_to(SRC))
+        for file, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.keyword) and node.arg == "skip_special_tokens"
+        if getattr(node.value, "value", None) is True
+    }
+    assert calls == {"use/harness.py"}  # lm-eval's own rule

@@ -11,6 +11,7 @@ from surefoot.data.text.templates import (
     names,
     saved_source,
     template_mismatch,
+    with_system,
 )
 from surefoot.data.text.templates.render import Renderer
 from surefoot.errors import TemplateError
@@ -147,3 +148,19 @@ def test_what_a_template_raises_is_said_in_a_sentence(expression):
     renderer = Renderer(load_template("auto", tokenizer).source, tokenizer)
     with pytest.raises(TemplateError, match="the chat template fails on this conversation: "):
         renderer.render([{"role": "user", "content": "hi"}])
+
+
+PARTS = "m.content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join"
+
+
+@pytest.mark.parametrize("form", ["text", "parts"])
+@pytest.mark.parametrize("text", ['Say """yes""".\n"Often"\\ {x} %}', "短く。"])
+def test_a_system_text_that_is_written_into_a_template_is_for_conversations_without_one(text, form):
+    known = tiny_tokenizers.tokenizer()
+    user, system = {"role": "user", "content": "Hi"}, {"role": "system", "content": "Other"}
+    source = CHATML if form == "text" else CHATML.replace("m.content", PARTS)
+    written, plain = (Renderer(s, known) for s in (with_system(source, text, known), source))
+    of_text = {"role": "system", "content": text}
+    for given, expected in (([user], [of_text, user]), ([system, user], [system, user])):
+        assert written.render(given, prompt=True) == plain.render(expected, prompt=True)
+    assert written.render([]) == plain.render([of_text])

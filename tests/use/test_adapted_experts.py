@@ -6,14 +6,16 @@ import json
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import mixtures
 from each import some
 from folders import tokenizer
+from surefoot.errors import ModelError
 from surefoot.methods import LoRA
 from surefoot.model.weights import adapter_files
-from surefoot.use import export
+from surefoot.use import export, open_model
 
 IDS = torch.arange(60, 100).view(4, 10)
 FEW = ["mixtral", "deepseek_v3", "gpt_oss", "jetmoe", "llama4_text"]  # each has its own files
@@ -86,3 +88,33 @@ def test_equal_adapters_write_equal_settings(tmp_path):
         "gate_up_proj",
         "up_proj.weight",
     ]
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
+@pytest.mark.parametrize("kind", some(["qwen3_moe", "mixtral"], ["qwen3_moe"]))
+def test_an_adapter_on_single_experts_opens_as_in_peft(kind, tmp_path):
+    """As transformers 4 and PEFT wrote it, under the names of the base's files."""
+    base, folder = save_base(tmp_path / "base", kind), tmp_path / "adapter"
+    tensors, generator = {}, torch.Generator().manual_seed(1)
+    weights = load_file(base / "model.safetensors")
+    for name, weight in weights.items():
+        if ".experts." in name or name.endswith("q_proj.weight"):
+            place = f"base_model.model.{name.removesuffix('.weight')}"
+            for half, shape in (("A", (3, weight.shape[1])), ("B", (weight.shape[0], 3))):
+                values = torch.randn(shape, generator=generator) * 0.1
+                tensors[f"{place}.lora_{half}.weight"] = values
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    experts = ["w1", "w2", "w3"] if kind == "mixtral" else ["gate_proj", "up_proj", "down_proj"]
+    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 3, "lora_alpha": 6}
+    settings |= {"target_modules": [*experts, "q_proj"], "base_model_name_or_path": str(base)}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    theirs = logits(PeftModel.from_pretrained(opened(base), folder).eval())
+    assert (theirs - logits(opened(base))).abs().max() > 1e-2
+    mine = open_model(folder, dtype="float32")
+    assert_same(logits(mine.model), theirs)
+    assert_same(logits(opened(export(folder, tmp_path / "out"))), theirs)
+    del tensors[min(tensors)]
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"cannot add this adapter|adapter of another model"):
+        open_model(folder)

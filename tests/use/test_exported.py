@@ -3,12 +3,19 @@
 import json
 import shutil
 
+import peft
 import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+)
 
+import pictures
 import surefoot
 from each import some
 from folders import CHATML, edit_json, save_adapter, save_model, save_recipe
@@ -307,3 +314,23 @@ def test_real_weights_merge_exactly(shared, tmp_path):
     out = export(tmp_path / "adapter", tmp_path / "out")
     assert_same(logits(out), pefts_logits(base, tmp_path / "adapter"))
     assert "lm_head.weight" not in load_file(out / "model.safetensors")
+
+
+@pytest.mark.parametrize("names", ["of the files", "of the modules"])
+def test_a_model_of_pictures_is_exported_under_the_names_of_its_base(names, tmp_path):
+    """State dicts, FSDP and DCP write a model's own names, and transformers opens both."""
+    base = pictures.save_model(tmp_path / "base", "qwen2_vl")
+    model = AutoModelForImageTextToText.from_pretrained(base)
+    if names == "of the modules":
+        state = {n: t.clone() for n, t in model.state_dict().items()}
+        save_file(state, base / "model.safetensors", metadata={"format": "pt"})
+    stored = load_file(base / "model.safetensors")
+    torch.manual_seed(1)
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    wrapped = peft.get_peft_model(AutoModelForImageTextToText.from_pretrained(base), config)
+    wrapped.save_pretrained(tmp_path / "adapter")
+    out = export(tmp_path / "adapter", tmp_path / "out")
+    assert load_file(out / "model.safetensors").keys() == stored.keys()
+    found = AutoModelForImageTextToText.from_pretrained(out).eval()
+    with torch.no_grad():
+        assert_same(found(IDS).logits, wrapped.eval()(IDS).logits)

@@ -27,6 +27,7 @@ from ..storage.parallel_work import MAX_SPACE, ByteStream, ahead
 from .disk._bytes import DTYPES, dtype_name, fill_box, write_tensor
 from .disk.folder import FolderWeights, StoredBox
 from .disk.tensorfile import FilePlan, explained, plan_save
+from .kept_in_float32 import Kept, none_kept
 from .saving.preparation import dump_index
 
 Shape = tuple[int, ...]
@@ -228,10 +229,12 @@ class ReplacingSource(ABC):
 
 @dataclass(frozen=True)
 class CastSource:
-    """Floating point values in another dtype; integers, bools and 8-bit floats do not change."""
+    """Floating point values in another dtype; integers, bools, 8-bit floats, and what is ``kept``
+    do not change."""
 
     source: TensorSource
     dtype: torch.dtype
+    kept: Kept = none_kept
 
     def shapes(self) -> Mapping[str, Shape]:
         """A cast changes none."""
@@ -239,16 +242,33 @@ class CastSource:
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """``dtype`` for plain floating point numbers."""
-        return {name: self._target(dtype) for name, dtype in self.source.dtypes().items()}
+        return {name: self._target(name, dtype) for name, dtype in self.source.dtypes().items()}
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """Rounded to nearest."""
         values = self.source.read(name, box)
-        return values.to(self._target(values.dtype))
+        return rounded(values, self._target(name, values.dtype), name)
 
-    def _target(self, dtype: torch.dtype) -> torch.dtype:
+    def _target(self, name: str, dtype: torch.dtype) -> torch.dtype:
         # 8-bit floats are quantized values; what they mean depends on scales in other tensors.
-        return self.dtype if dtype.is_floating_point and dtype.itemsize > 1 else dtype
+        is_cast = dtype.is_floating_point and dtype.itemsize > 1 and not self.kept(name)
+        return self.dtype if is_cast else dtype
+
+
+def rounded(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """``values`` of the tensor ``name`` as ``dtype``, rounded to nearest. Every cast of a weight
+    that is written goes through here. Raises ``CheckpointError`` where a finite one would become
+    infinite."""
+    result = values.to(dtype)
+    if dtype == values.dtype or torch.finfo(dtype).max >= torch.finfo(values.dtype).max:
+        return result
+    infinite = result.isinf()
+    if infinite.any() and (infinite & values.isfinite()).any():
+        raise CheckpointError(
+            f"{name}: its values (up to {values[values.isfinite()].abs().max():.3g}) exceed "
+            f"{str(dtype).removeprefix('torch.')}; write bfloat16 or float32 (--dtype)"
+        )
+    return result
 
 
 class Computed(Protocol):
@@ -355,7 +375,7 @@ def copy(
     ``dtype`` (float32, float16, bfloat16) casts floating point tensors. The files appear when all
     are complete; a folder that already contains such weights is rejected.
     """
-    source, folder = cast(source, dtype), Path(target_folder)
+    source, folder = cast(source, dtype, none_kept), Path(target_folder)
     plans = plan_save(stem, described(source), max_shard_size)
     with files.raising(CheckpointError, f"cannot write weights to {folder}"):
         files.make_folder(folder)
@@ -367,13 +387,14 @@ def copy(
         files.sync_folder(folder)
 
 
-def cast(source: TensorSource, dtype: str | None) -> TensorSource:
-    """``source`` with its floating point tensors as ``dtype``; unchanged if that is None."""
+def cast(source: TensorSource, dtype: str | None, kept: Kept) -> TensorSource:
+    """``source`` with its floating point tensors as ``dtype``, but for those that are ``kept``;
+    unchanged if that is None."""
     if dtype is None:
         return source
     if dtype not in CASTS:
         raise CheckpointError(f"dtype {dtype!r}: expected one of {', '.join(CASTS)}")
-    return CastSource(source, CASTS[dtype])
+    return CastSource(source, CASTS[dtype], kept)
 
 
 def described(source: TensorSource) -> dict[str, tuple[str, Shape]]:

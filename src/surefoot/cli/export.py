@@ -25,6 +25,7 @@ def verify_command(out: Path, checkpoint: str | None, base: str | None) -> None:
     prompts, which are compared with those of the checkpoint. The exit code is 1 if they differ by
     more than the format explains.
     """
+    _compare_alone(out, checkpoint, base)
     _verify(out, checkpoint, base)
 
 
@@ -109,16 +110,17 @@ def _verify_now(out: Path, base: str | None, *, may_not_open: bool) -> None:
     from ..use.exporting.verification import UnopenedError, verification_cost
 
     cost = verification_cost(out)
-    if not cost.fits:
-        click.echo(
-            f"not verified: that takes {cost.num_bytes / 1e9:.1f} GB of memory, "
-            f"{cost.available / 1e9:.1f} GB are free; where there is more, run "
-            f"`surefoot export verify {out}`",
-            err=True,
-        )
-        return
-    click.echo("verifying (--no-verify skips it)", err=True)
     try:
+        _compare_alone(out, None, base)
+        if not cost.fits:
+            click.echo(
+                f"not verified: that takes {cost.num_bytes / 1e9:.1f} GB of memory, "
+                f"{cost.available / 1e9:.1f} GB are free; where there is more, run "
+                f"`surefoot export verify {out}`",
+                err=True,
+            )
+            return
+        click.echo("verifying (--no-verify skips it)", err=True)
         _verify(out, None, base)
     except ModelError as error:
         if may_not_open:
@@ -131,6 +133,17 @@ def _verify_now(out: Path, base: str | None, *, may_not_open: bool) -> None:
         delete_artefact(out)
         click.echo(f"{out} is deleted; --no-verify writes it nevertheless", err=True)
         raise
+
+
+def _compare_alone(out: Path, checkpoint: str | None, base: str | None) -> None:
+    """Print what differs for a program that has nothing but what was written."""
+    from ..use.exporting.verification import compare_alone
+
+    result = compare_alone(out, checkpoint=checkpoint, base=base)
+    for line in result.differences:
+        click.echo(f"warning: {out} by itself: {line}", err=True)
+    if result.num_prompts and not result.differences:
+        click.echo(f"read by itself: {result} as in training", err=True)
 
 
 def _verify(out: Path, checkpoint: str | None, base: str | None) -> None:

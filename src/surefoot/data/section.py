@@ -42,8 +42,9 @@ class MediaSection:
     """Folder that the paths of pictures in rows are relative to, and must be inside of; relative to
     the recipe file. Unset: ``data.dataset_dir``."""
     max_pixels: int | None = None
-    """Pictures with more pixels are made smaller before the model's own processor sees them; fewer
-    pixels are fewer tokens. Unset: as the processor does by itself."""
+    """Pictures with more pixels are made smaller; fewer pixels are fewer tokens. It is the limit of
+    the model's own processor, also in what is saved and exported; where that has none, pictures are
+    made smaller before it sees them. Unset: as the processor does by itself."""
 
     def __post_init__(self) -> None:
         must(self, "be at least 1", "max_pixels")

@@ -10,7 +10,8 @@ from shutil import copy
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import equal, nn
 from transformers import PreTrainedModel
@@ -266,7 +267,8 @@ def _check_tokens(indices: object) -> None:
 def _check_names(wrapped: nn.Module, folder: Path, base: str, adapter: str = "default") -> None:
     """Reject an adapter whose tensors PEFT would silently skip, or leave random."""
     expected_names = AdapterWeights(wrapped, adapter=adapter).state_dict().keys()
-    stored_names = set(_names(folder)) - _tied_rows(folder, expected_names)
+    stored_names = _names_in_memory(wrapped, folder, adapter)
+    stored_names -= _tied_rows(folder, expected_names)
     missing = sorted(expected_names - stored_names)
     unexpected = sorted(stored_names - expected_names - wrapped.state_dict().keys())
     if missing or unexpected:
@@ -277,6 +279,21 @@ def _check_names(wrapped: nn.Module, folder: Path, base: str, adapter: str = "de
             f"{counted(len(missing), 'is', 'are')} missing (for example "
             f"{(unexpected or missing)[0]})"
         )
+
+
+def _names_in_memory(wrapped: nn.Module, folder: Path, adapter: str) -> set[str]:
+    """The names that PEFT gives the tensors in the file: it fuses those of single experts, which
+    transformers 4 had, as transformers 5 fuses the experts."""
+    from peft.utils.transformers_weight_conversion import (
+        convert_peft_adapter_state_dict_for_transformers,
+    )
+
+    names = _names(folder)
+    with safe_open(folder / WEIGHTS, "pt") as file:
+        shapes = {new: file.get_slice(old).get_shape() for new, old in names.items()}
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    config = wrapped.peft_config[adapter]  # type: ignore[index]
+    return {*convert_peft_adapter_state_dict_for_transformers(wrapped, config, tensors, adapter)}
 
 
 def _tied_rows(folder: Path, expected_names: Collection[str]) -> set[str]:

@@ -50,6 +50,7 @@ from .config import (
 )
 from .section import ModelSection
 from .tokenizer import new_token_ids
+from .unloaded import is_of_added_layers
 from .weights import place
 
 logger = logging.getLogger(__name__)
@@ -199,7 +200,7 @@ def load_model(
     except NO_MODEL_AT_ALL as error:
         reason = why_no_model(error, folder)
         raise ModelError(f"{folder}: cannot load the model: {reason}") from None
-    _check_complete(folder, info)
+    _check_complete(folder, info, model)
     if quantized is not None:
         disable_relayout(model)
     is_there = is_empty or quantized is not None
@@ -215,13 +216,15 @@ def _name(model: PreTrainedModel, folder: Path) -> None:
         model.generation_config = GenerationConfig.from_pretrained(folder, **other)
 
 
-def _check_complete(folder: Path, info: dict[str, object]) -> None:
+def _check_complete(folder: Path, info: dict[str, object], model: PreTrainedModel) -> None:
     for kind, advice in (
         ("missing_keys", "the model needs them and would initialize them randomly"),
         ("unexpected_keys", "they are of another architecture than config.json says"),
         ("mismatched_keys", "their shapes are not what config.json says"),
     ):
         names = sorted(str(name) for name in info.get(kind) or ())  # type: ignore[attr-defined]
+        if kind == "unexpected_keys":  # what ``unloaded`` names, exports keep
+            names = [name for name in names if not is_of_added_layers(name, model)]
         if names:
             raise ModelError(
                 f"{folder}: {counted(len(names), 'tensor')} {kind.removesuffix('_keys')} "

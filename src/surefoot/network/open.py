@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections.abc import Callable, Sequence
+from math import prod
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from ..checkpoint.layouts.detection import detect_layout
+from ..checkpoint.layouts.opening import open_named
 from ..errors import (
     RecipeError,
     counted,
@@ -29,6 +33,7 @@ from ..model.numerics import limit_threads
 from ..model.outputs import logprob_head_of
 from ..model.packed_attention import follow_calls, switch_to_packed
 from ..model.section import ModelSection
+from ..model.unloaded import unloaded
 from ..model.weight_matrices import refuse_read_weights
 from ..parallel.sharded_model import layers
 from ..parallel.world import World
@@ -173,6 +178,8 @@ def load(draft: Draft, tensors: Tensors) -> None:
     check_quantization(draft)
     refuse_headless(draft.base, draft.options.heads)
     tensors.load(draft)
+    if tensors.have_values and draft.options.is_trainable:
+        _name_unloaded(draft)
     config = draft.inner.config
     is_eager = draft.section.attention == "auto" and config._attn_implementation == "eager"
     if is_eager and getattr(config.get_text_config(), "num_attention_heads", None):
@@ -180,6 +187,23 @@ def load(draft: Draft, tensors: Tensors) -> None:
         fell_back(what, why, "takes memory by the square of a row's length", logging.INFO)
     if draft.section.router_aux_loss_coef is not None:
         check_router_loss(draft.inner)
+
+
+def _name_unloaded(draft: Draft) -> None:
+    """Log the tensors of the base that are not in the model."""
+    if detect_layout(draft.base) is None:
+        return  # its weights come from elsewhere
+    source = open_named(draft.base)
+    shapes, dtypes = source.shapes(), source.dtypes()
+    if names := unloaded(draft.inner, shapes):
+        size = sum(prod(shapes[name]) * dtypes[name].itemsize for name in names)
+        logger.info(
+            "%s of the base (%s, %.1f MB) not in the model, such as layers for multi-token "
+            "prediction: training leaves them as they are, and exports keep them",
+            counted(len(names), "tensor"),
+            ", ".join(sorted({re.sub(r"(\.\d+|mtp)\..*", r"\1.*", name) for name in names})[:3]),
+            size / 1e6,
+        )
 
 
 def resize_embeddings(draft: Draft, _: Tensors) -> None:

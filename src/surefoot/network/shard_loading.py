@@ -357,8 +357,10 @@ def read_base(base: Path, section: ModelSection, weights: Path | None) -> dict[s
         raise ModelError(f"{weights or base}: {error}") from None
 
 
-def check_fits(base: Path, section: ModelSection, source: TensorSource) -> None:
-    """Raise ``ModelError`` unless ``source`` has the tensors, by name and shape, of the model that
-    the configuration in ``base`` describes. What can only be loaded in full is not checked."""
-    if why_not_empty(base, section) is None:
-        load_model(base, section, dtype="auto", weights=_meta_tensors(source))
+def meta_twin(base: Path, section: ModelSection, source: TensorSource) -> PreTrainedModel | None:
+    """The model that the configuration in ``base`` describes, on the meta device, which knows by
+    what names ``source`` has its tensors; None if it can only be loaded in full. Raises
+    ``ModelError`` unless they are its tensors, by name and shape."""
+    if why_not_empty(base, section) is not None:
+        return None
+    return load_model(base, section, dtype="auto", weights=_meta_tensors(source))

@@ -27,7 +27,7 @@ from ..data.rows.rows import Reading
 from ..data.section import DataSection
 from ..data.store.cache import default_folder
 from ..data.text.codec import Codec
-from ..data.text.templates import section_template, template_mismatch
+from ..data.text.templates import section_template, template_mismatch, with_system
 from ..data.training_data import Encoding, EncodingReport, encode_stream, prepare
 from ..errors import ModelError, RecipeError, RunError, TemplateError
 from ..model import adapter_files
@@ -145,7 +145,10 @@ def build_codec(recipe: Recipe, base: Path) -> Codec:
             logger.info("tokenizer and chat template: those beside model.adapter, %s", folder)
         if difference := template_mismatch(codec.template, codec.tokenizer, owner):
             logger.warning("%s", difference)
-        codec.tokenizer.chat_template = codec.template.source
+        source, system = codec.template.source, codec.section.default_system
+        if system is not None:  # whoever opens the saved weights has no recipe to find it in
+            source = with_system(source, system, codec.tokenizer)
+        codec.tokenizer.chat_template = source
     return codec
 
 
@@ -165,7 +168,10 @@ def media_of(
     """How the model in ``base`` reads pictures; None if it reads text alone. Those that rows
     contain themselves are kept in ``cache``, or else in memory. Raises ``ModelError``: its
     processor cannot be opened."""
-    processor = open_processor(base, tokenizer, trust_remote_code=section.trust_remote_code)
+    most = data.media.max_pixels
+    processor = open_processor(
+        base, tokenizer, trust_remote_code=section.trust_remote_code, max_pixels=most
+    )
     if processor is None:
         return None
     with torch.device("meta"):  # its code is asked, and none of its values
@@ -180,7 +186,10 @@ def media_of(
     except ModelError as error:
         raise ModelError(f"{base}: {error}") from None
     folder = data.media.folder or data.dataset_dir
-    files = MediaFiles(data.media, folder, None if cache is None else cache / "media")
+    # A picture that was made smaller before would have another size than the exported processor,
+    # which rounds in one step, gives it: in three of four photographs.
+    media = replace(data.media, max_pixels=None) if processor.is_limited else data.media
+    files = MediaFiles(media, folder, None if cache is None else cache / "media")
     return BatchMedia(processor, files, inputs)
 
 

@@ -182,7 +182,7 @@ def _kept(
             group=rollout.group,
             prompt=decode(list(rollout.prompt)),
             prompt_ids=rollout.prompt,
-            response=decode(list(rollout.completion), skip_special_tokens=True),
+            response=context.codec.response_text(rollout.completion),
             stop_reason=rollout.stop_reason,
             rewards={name: values[i] for name, values in recorded.by_reward[0].items()},
             reward=totals[i],

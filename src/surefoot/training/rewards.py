@@ -146,7 +146,7 @@ def texts_of(rollouts: Sequence[Rollout], codec: Codec) -> Texts:
     names = dict.fromkeys(name for rollout in rollouts for name in rollout.row.columns)
     return Texts(
         [decode(list(rollout.prompt)) for rollout in rollouts],
-        [decode(list(rollout.completion), skip_special_tokens=True) for rollout in rollouts],
+        [codec.response_text(rollout.completion) for rollout in rollouts],
         [rollout.num_sampled for rollout in rollouts],
         {name: [rollout.row.columns.get(name) for rollout in rollouts] for name in names},
         [rollout.row.origin for rollout in rollouts] if all(r.row.origin for r in rollouts) else (),

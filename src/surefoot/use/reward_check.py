@@ -120,7 +120,7 @@ def _report(recorded: Recorded, codec: Codec, seconds: float) -> RewardCheck:
         CheckedResponse(
             rollout.row.origin,
             decode(list(rollout.prompt)),
-            decode(list(rollout.completion), skip_special_tokens=True),
+            codec.response_text(rollout.completion),
             {name: values[i] for name, values in first.items()},
             totals[i],
         )

@@ -11,11 +11,12 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate
 
 from surefoot.checkpoint.converting._resharding import reshard
 from surefoot.checkpoint.converting.targets import write_dcp
+from surefoot.checkpoint.kept_in_float32 import none_kept
 from surefoot.checkpoint.layouts.layout import file_name, shard_files
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.looking.summary import summarise
 from surefoot.checkpoint.saving.preparation import save
-from surefoot.checkpoint.sources import TensorsInMemory, copy, read_whole
+from surefoot.checkpoint.sources import TensorsInMemory, cast, copy, read_whole
 from surefoot.checkpoint.verification import verify
 from surefoot.errors import CheckpointError
 from surefoot.parallel.sharding import Mesh
@@ -94,9 +95,8 @@ def test_what_pytorch_wrote_is_read(tmp_path):
 
 
 def test_weights_are_cast(tmp_path):
-    write_dcp(
-        TensorsInMemory(TENSORS), tmp_path / "dcp", dtype="bfloat16", small={"a/b.json": b"{}"}
-    )
+    source = cast(TensorsInMemory(TENSORS), "bfloat16", none_kept)
+    write_dcp(source, tmp_path / "dcp", small={"a/b.json": b"{}"})
     found = everything(open_folder(tmp_path / "dcp"))
     assert all(torch.equal(found[name], t.bfloat16()) for name, t in TENSORS.items())
     assert (tmp_path / "dcp" / "a" / "b.json").read_bytes() == b"{}"

@@ -218,6 +218,18 @@ def test_an_export_without_a_run_is_uploaded_with_a_card(project, hub, tmp_path)
     assert files(hub)["README.md"] == b"mine"
 
 
+def test_an_export_that_is_not_what_was_verified_is_not_uploaded(project, hub, tmp_path):
+    out = export(project / "run", tmp_path / "export")
+    content = json.loads((out / "generation_config.json").read_text())
+    (out / "generation_config.json").write_text(json.dumps({**content, "eos_token_id": 1}))
+    with pytest.raises(ModelError, match=r"generation_config\.json has changed.*delete receipt"):
+        push(out, target())
+    assert not hub.repositories
+    (out / "receipt.json").unlink()
+    push(out, target())
+    assert b'"eos_token_id": 1' in files(hub)["generation_config.json"]
+
+
 def test_without_a_token_the_cure_is_named(project, hub, monkeypatch):
     hub.needs_token = True
     monkeypatch.setenv("HF_TOKEN", "wrong")

@@ -23,6 +23,7 @@ from surefoot.errors import CheckpointError, ModelError
 from surefoot.plugins.gguf.targets import GGUF
 from surefoot.storage import files
 from surefoot.use import export
+from surefoot.use.exporting.verification import verify_export
 
 KINDS = {
     "llama": {"attention_bias": True},
@@ -340,3 +341,42 @@ def test_a_damaged_run_and_a_reward_model_are_refused(tmp_path):
     with pytest.raises(ModelError, match="reward model"):
         export(folder, tmp_path / "out.gguf", GGUF(quantize="f16"))
     assert json.loads((folder / "config.json").read_text())
+
+
+def test_no_prompt_ends_with_the_last_token_of_texts(tmp_path):
+    """llama.cpp adds it to every prompt, also to one of a chat."""
+    folder = save(tmp_path / "base")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    (end,) = (t for t in content["added_tokens"] if t["content"] == "</s>")
+    piece, last = {"Sequence": {"id": "A", "type_id": 0}}, {"id": "</s>", "type_id": 0}
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [piece, {"SpecialToken": last}],
+        "pair": [piece, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"</s>": {"id": "</s>", "ids": [end["id"]], "tokens": ["</s>"]}},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    known = AutoTokenizer.from_pretrained(folder)
+    assert known("a")["input_ids"][-1] == known.eos_token_id
+    export(folder, tmp_path / "out.gguf", GGUF(quantize="f32"))
+    assert fields(tmp_path / "out.gguf")["tokenizer.ggml.add_eos_token"] is False
+
+
+def test_a_head_size_of_its_own_is_verified(tmp_path):
+    """The loader of transformers 5.23 reads no head size, and would build other shapes."""
+    folder = save(tmp_path / "base", "qwen3", head_dim=32)  # not 64 / 4
+    export(folder, tmp_path / "out.gguf", GGUF(quantize="f32"))
+    result = verify_export(tmp_path / "out.gguf")
+    assert result.is_within
+    assert result.error < 1e-6
+
+
+@pytest.mark.parametrize("quantize", ["f16", "q8_0", "q4_k_m", "q5_0"])
+def test_what_float16_cannot_hold_is_refused_in_every_format(quantize, tmp_path):
+    folder = save(tmp_path / "base", hidden_size=256)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = 1e7
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"up_proj.*|ffn_up.*exceed float16; use --quantize"):
+        export(folder, tmp_path / "out.gguf", GGUF(quantize=quantize))
+    assert not (tmp_path / "out.gguf").exists()

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 import tiny_tokenizers
 from folders import CHATML, save_recipe
 from surefoot.plugins.gguf.export import ModelForOllama, modelfile_text
@@ -40,3 +42,21 @@ def test_a_modelfile_samples_as_the_recipe_and_has_its_system_message(tmp_path):
         assert lines[-1] == "# PARAMETER num_ctx 9000"
         is_cut = 'PARAMETER stop """\n\n"""\nPARAMETER stop """a"b"""\n' in "\n".join(lines)
         assert is_cut == bool(generate)
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ('Say """yes""" often.', True),
+        ('Two lines\nand """three""" quotes"""', True),
+        ('It ends with """\nin the first line', False),
+        ('It ends with """  \r', False),
+    ],
+)
+def test_three_quotes_end_a_system_text_at_the_end_of_a_line_only(text, fits, tmp_path, caplog):
+    """By Ollama's parser: it looks for the end of a value where a line ends."""
+    recipe = load(save_recipe(tmp_path, data={"default_system": text}))
+    model = ModelForOllama(tiny_tokenizers.tokenizer(chat_template=CHATML), [], 64, recipe)
+    written = modelfile_text(model, ["FROM ./a.gguf"]).decode()
+    assert (f'SYSTEM """{text}"""\n' in written) == fits
+    assert ("cannot contain it as SYSTEM" in caplog.text) == (not fits)

@@ -21,6 +21,7 @@ from ..disk.commit import clean_leftovers, refuse_existing, step_of
 from ..disk.folder import CheckpointFolder, FolderWeights, open_checkpoint, places
 from ..disk.manifest import Kind, Layout, Manifest, is_safetensors
 from ..disk.tensorfile import plan_save
+from ..kept_in_float32 import kept_in_float32
 from ..layouts.detection import expect_layout
 from ..layouts.layout import Native
 from ..saving._balancing import LocalTensor, shared_out
@@ -113,7 +114,9 @@ def plan_reshard(
     checkpoint = open_checkpoint(Path(folder))
     manifest = checkpoint.manifest
     sources = open_roles(checkpoint)
-    sources |= {r: cast(source, dtype) for r, source in sources.items() if FileRole(r).is_weights}
+    kept = kept_in_float32(Path(folder), dtype)
+    is_cast = {r: s for r, s in sources.items() if FileRole(r).is_weights}
+    sources |= {role: cast(source, dtype, kept) for role, source in is_cast.items()}
     shards = list(shards_of(sources, manifest.kind, layout, mesh, max_shard_size))
     names = [n for n in manifest.files if not is_safetensors(n) and not n.endswith(_INDEX)]
     small = {name: checkpoint.small(name) for name in names}
@@ -244,7 +247,6 @@ def write_weights(
     kind: Kind = "full",
     layout: Layout = "full",
     mesh: Mesh = ALONE,
-    dtype: str | None = None,
     small: Mapping[str, bytes] | None = None,
     progress: Progress | None = None,
 ) -> Saved:
@@ -255,7 +257,7 @@ def write_weights(
     """
     path = Path(target).absolute()
     refuse_existing(path)
-    sources = {"model": cast(source, dtype)}
+    sources = {"model": source}
     shards = list(shards_of(sources, kind, layout, mesh, SHARD_SIZE))
     manifest = Manifest(step=0, kind=kind, created="", versions={}, files={}, hashes={}, pieces=())
     others = {**(small or {}), **indexes(shards, mesh.size)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from math import prod
 from pathlib import Path
@@ -30,6 +30,7 @@ from ..disk.commit import named, new_folder, write_small
 from ..disk.folder import ADAPTER_CONFIG, DISTRIBUTED, companions_of, open_checkpoint
 from ..disk.manifest import Kind, Layout, is_safetensors
 from ..disk.tensorfile import plan_save
+from ..kept_in_float32 import kept_in_float32, none_kept
 from ..layouts.detection import detect_layout, has_manifest, model_near, small_file
 from ..layouts.layout import file_name
 from ..layouts.opening import open_folder
@@ -86,8 +87,23 @@ class Origin(Protocol):
         *,
         reward_head: RewardHead = "score",
         trust_remote_code: bool = False,
+        keeps_unloaded: bool = False,
     ) -> WholeModel:
-        """The model; an adapter is merged into its base."""
+        """The model; an adapter is merged into its base. ``keeps_unloaded``: with the tensors of
+        the base that transformers does not load."""
+
+
+class Alone(Protocol):
+    """What was written, as a program reads it that has nothing else."""
+
+    def prompt_ids(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
+        """The ids of a conversation, up to the next response."""
+
+    def text_ids(self, text: str) -> list[int]:
+        """The ids of plain text."""
+
+    def ends(self) -> Collection[int]:
+        """The tokens that end a response."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +136,17 @@ class Target(ABC):
     @abstractmethod
     def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
         """Write the new folder ``target``, which appears when all of it is written."""
+
+    @classmethod
+    def open_alone(cls, written: Path, tokenizer: object) -> Alone | None:
+        """How others read ``written``; None for a folder of transformers. ``tokenizer`` is the
+        run's, for a reader that needs it for its ids."""
+        return None
+
+    @classmethod
+    def unread_settings(cls, written: Path) -> Mapping[str, object]:
+        """Settings of the model in ``written`` that its reader in transformers does not read."""
+        return {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,7 +312,7 @@ class SurefootCheckpoint(ModelTarget):
         kind: Kind = "full"
         if of_folder is not None and of_folder.is_adapter:
             kind, source, small = "adapter", origin.weights(), adapter_files(folder)
-            source = cast(source, self.dtype)
+            source = cast(source, self.dtype, none_kept)
         else:
             source, small = _foreign_model(origin, self)
         write_weights(
@@ -301,7 +328,8 @@ def _foreign_model(origin: Origin, target: ModelTarget) -> tuple[TensorSource, d
     refuse_adapter(origin.folder, source)
     if origin.base is not None:
         source = named_as(source, origin.base)
-    source, place = cast(source, target.dtype), origin.base or model_near(origin.folder)
+    place = origin.base or model_near(origin.folder)
+    source = cast(source, target.dtype, kept_in_float32(place, target.dtype))
     return source, {} if place is None else companions(place, source)
 
 
@@ -327,7 +355,10 @@ class HuggingFaceModel(ModelTarget):
         if named(origin.folder) or (layout is not None and layout.is_whole_model):
             refuse_taken(target)
             whole = origin.whole(
-                self.dtype, reward_head=self.reward_head, trust_remote_code=self.trust_remote_code
+                self.dtype,
+                reward_head=self.reward_head,
+                trust_remote_code=self.trust_remote_code,
+                keeps_unloaded=True,
             )
             weights, small, sign, words = whole.weights, whole.small, whole.sign, ""
         else:
@@ -368,7 +399,7 @@ class PEFTAdapter(WeightsTarget):
             source, small = open_folder(folder), adapter_files(folder)
         else:
             source, small = _inside(folder, origin.weights())
-        source = cast(source, self.dtype)
+        source = cast(source, self.dtype, none_kept)
         with new_folder(target) as part:
             copy(source, part, stem="adapter_model", max_shard_size=None, progress=progress)
             write_small(part, small)
@@ -399,14 +430,13 @@ def write_dcp(
     target: Path,
     *,
     mesh: Mesh = ALONE,
-    dtype: str | None = None,
     small: Mapping[str, bytes] | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Write ``source``, sharded for ``mesh``, into the new folder ``target``, with ``small`` files.
     PyTorch's ``HuggingFaceStorageReader`` reads it, ``consolidate_safetensors_files`` unshards it.
     """
-    source, plans = cast(source, dtype), []
+    plans = []
     with new_folder(target) as folder:
         for rank, by_role in enumerate(tensors_of_ranks({"model": source}, mesh)):
             local = by_role["model"]
@@ -433,9 +463,10 @@ class DCPFolder(WeightsTarget):
 
     def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
         """Boxes for every process of the mesh."""
-        source, mesh = origin.weights(), self.mesh or Mesh()
+        kept, mesh = kept_in_float32(origin.folder, self.dtype), self.mesh or Mesh()
+        source = cast(origin.weights(), self.dtype, kept)
         small = companions(origin.folder, source)
-        write_dcp(source, target, mesh=mesh, dtype=self.dtype, small=small, progress=progress)
+        write_dcp(source, target, mesh=mesh, small=small, progress=progress)
         reader = f"HuggingFaceStorageReader({str(target)!r})"
         return Done({"mesh": mesh.axes}, f"read it with dcp.load(..., storage_reader={reader})")
 

@@ -157,12 +157,15 @@ TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("*.model", "*.jinja", "chat_template.json", "additional_chat_templates/*"),
 )
-_BESIDE_MODEL = ("*.py", "preprocessor_config.json", "processor_config.json", "LICENSE*")
+_PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+_BESIDE_MODEL = ("*.py", *_PROCESSOR, "LICENSE*")
 
 
 def companions_of(model: Path, tokenizer: Path) -> dict[str, bytes]:
-    """The companion files of two folders."""
-    return {**_matching(model, _BESIDE_MODEL), **tokenizer_of(tokenizer)}
+    """The companion files of two folders; a processor of pictures beside the tokenizer is the one
+    that was trained with."""
+    trained = {} if tokenizer == Path() else _matching(tokenizer, _PROCESSOR)
+    return {**_matching(model, _BESIDE_MODEL), **trained, **tokenizer_of(tokenizer)}
 
 
 def tokenizer_of(folder: Path) -> dict[str, bytes]:

@@ -31,7 +31,7 @@ from ...storage import files
 from ...storage.weight_files import ADAPTER_PREFIX
 from ..disk import strict_json
 from ..disk.folder import ADAPTER_CONFIG
-from ..sources import FolderSource, Renamed, Shape, TensorSource, once, read_whole
+from ..sources import FolderSource, Renamed, Shape, TensorSource, once, read_whole, rounded
 from .detection import open_weights
 
 PREFIX = ADAPTER_PREFIX
@@ -406,16 +406,16 @@ class Merged:
         """The merged values."""
         dtype = self.base.dtypes()[name]
         if name not in self.deltas and name not in self.added:
-            return self._plain(name, box).to(dtype)
+            return rounded(self._plain(name, box), dtype, name)
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         if name in self.added:
             bias, scale = self.added[name]
             update = self.adapter.read(bias, box).to(exact) * scale
-            return (self._plain(name, box).to(exact) + update).to(dtype)
+            return rounded(self._plain(name, box).to(exact) + update, dtype, name)
         delta = self.deltas[name]
         if delta.magnitude is None:
-            return self._with_update(name, box, delta, exact).to(dtype)
-        return self._scaled(name, box, delta, exact).to(dtype)
+            return rounded(self._with_update(name, box, delta, exact), dtype, name)
+        return rounded(self._scaled(name, box, delta, exact), dtype, name)
 
     def _plain(self, name: str, box: Box) -> torch.Tensor:
         if name in self.replaced:
@@ -525,5 +525,6 @@ class ReplacedRows:
         for adapter_row, row in enumerate(ids):
             if box.start[0] <= row < box.stop[0]:
                 part = Box((adapter_row, *box.start[1:]), (1, *box.shape[1:]))
-                values[row - box.start[0]] = self.adapter.read(key, part)[0].to(values.dtype)
+                new = self.adapter.read(key, part)[0]
+                values[row - box.start[0]] = rounded(new, values.dtype, name)
         return values

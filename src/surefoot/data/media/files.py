@@ -132,7 +132,7 @@ class MediaFiles:
             if may_turn and image.getexif().get(_ORIENTATION, 1) >= _QUARTER_TURNED:
                 width, height = height, width
         size = width, height
-        return Seen(path, xxhash.xxh3_64_hexdigest(data), *self._fitted(size), 0), size
+        return Seen(path, xxhash.xxh3_64_hexdigest(data), *self.fitted(size), 0), size
 
     def decode(self, seen: Seen) -> Image:
         """The pixels of a picture. Raises ``DataError``: it is not what it was when its row was
@@ -251,7 +251,7 @@ class MediaFiles:
             files.write_aside(self.cache / name, data)
         return _KEPT + name
 
-    def _fitted(self, size: Size) -> Size:
+    def fitted(self, size: Size) -> Size:
         """A size within the limit of pixels, of the same shape."""
         most, pixels = self.section.max_pixels, size[0] * size[1]
         if most is None or pixels <= most:

@@ -36,14 +36,20 @@ if TYPE_CHECKING:
 # Files of a model's folder that describe its processor; checkpoints have them as they are.
 FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _NAMES = (*FILES[:2], "tokenizer_config.json")  # of these, the first that names a class counts
+_LONGEST_SIDE = 1 << 16  # pixels
 _PLAIN = 64  # pixels: a size that every processor takes
 
 
 def open_processor(
-    base: Path, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
+    base: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    trust_remote_code: bool = False,
+    max_pixels: int | None = None,
 ) -> MediaProcessor | None:
     """The processor in a model's folder, with ``tokenizer`` in place of its own; None if the model
-    reads text alone. Raises ``ModelError``: it cannot be opened."""
+    reads text alone. It makes pictures of more than ``max_pixels`` smaller, if it has a setting for
+    that. Raises ``ModelError``: it cannot be opened."""
     with files.reading(ModelError, f"{base}: the configuration of its processor"):
         configs = {n: dict(files.read_json(base / n)) for n in _NAMES if (base / n).is_file()}
     if not configs.keys() & set(FILES):
@@ -73,12 +79,36 @@ def open_processor(
         )
     processor.tokenizer = tokenizer
     contents = {name: files.read_file(base / name) for name in FILES if (base / name).is_file()}
-    media = MediaProcessor(processor, contents)
+    is_limited = max_pixels is not None and _limit(processor.image_processor, contents, max_pixels)
+    media = MediaProcessor(processor, contents, is_limited)
     try:  # a processor of another kind shows itself here, and not in the first row
         _ = media.control, media.token_ids, media.fingerprint
     except (DataError, AttributeError, TypeError, KeyError) as error:
         raise ModelError(f"{base}: {kind.__name__} gives a picture no text: {error}") from None
     return media
+
+
+def _limit(images: Any, contents: dict[str, bytes], max_pixels: int) -> bool:
+    """Set the largest number of pixels of an image processor, and in the ``contents`` of its files;
+    False if it has no such setting."""
+    # ``longest_edge`` is an area where the class's own is one, and else the length of a side.
+    if dict(getattr(type(images), "size", None) or {}).get("longest_edge", 0) <= _LONGEST_SIDE:
+        return False
+    size = {name: value for name, value in dict(images.size).items() if value is not None}
+    if max_pixels >= size["longest_edge"]:
+        return True
+    size["longest_edge"] = max(max_pixels, size["shortest_edge"])
+    images.size = type(images.size)(**size)
+    for name in FILES[:2]:
+        content = json.loads(contents.get(name, b"{}"))
+        settings = content.get("image_processor", content if name == FILES[0] else None)
+        if settings:
+            settings["size"] = size
+            if "max_pixels" in settings:  # older versions read this one, newer ones it first
+                settings["max_pixels"] = size["longest_edge"]
+            text = json.dumps(content, indent=2, ensure_ascii=False)
+            contents[name] = f"{text}\n".encode()
+    return True
 
 
 def _for_pictures(kind: Any) -> Any:
@@ -128,7 +158,8 @@ class MediaProcessor:
     """The processor of one model, for pictures only."""
 
     processor: Any  # of transformers
-    files: Mapping[str, bytes]  # that it was opened from
+    files: Mapping[str, bytes]  # that it was opened from, with the limit of pixels
+    is_limited: bool = False  # whether it keeps to the limit of pixels by itself
     _texts: dict[tuple[Size, ...], list[str]] = field(default_factory=dict, repr=False)
     _counts: dict[str, int] = field(default_factory=dict, repr=False)
     _sizes: dict[Size, Size | None] = field(default_factory=dict, repr=False)

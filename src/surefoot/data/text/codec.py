@@ -406,6 +406,18 @@ class Codec:
         vocabulary = self.tokenizer.get_vocab()
         return tuple(dict.fromkeys(vocabulary[name] for name in names if name in vocabulary))
 
+    def response_text(self, ids: Sequence[int]) -> str:
+        """A sampled response as ``chat`` shows it, without what ends and delimits turns. Other
+        special tokens are text, such as tags that a run has added."""
+        written = [token for token in ids if token not in self._delimiters]
+        return str(self.tokenizer.decode(written, clean_up_tokenization_spaces=False))
+
+    @cached_property
+    def _delimiters(self) -> frozenset[int]:
+        """The tokens that end and delimit turns."""
+        names = sorted({*self._renderer.between_turns(), *self._ends})
+        return frozenset({*self.stop_token_ids, *self.tokenizer.convert_tokens_to_ids(names)})
+
     @property
     def decoding(self) -> str:
         """Equal if equal tokens become equal text."""

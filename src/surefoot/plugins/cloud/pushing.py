@@ -44,6 +44,7 @@ from ...run.card import (
 )
 from ...storage.files import parse_json
 from ...storage.remote import HubError, is_repository_name, offline_setting
+from ...use.exporting.receipt import changed_files, read_receipt, receipt_path
 from .contents import LocalFile, Publication, Redaction, gather, redaction_of
 
 MARKER = "surefoot.json"
@@ -106,6 +107,7 @@ def push(
         raise ModelError(f"{target.name!r} is not a repository's name; expected owner/name")
     if (setting := offline_setting()) is not None:
         raise ModelError(f"{setting} is set, so nothing can be uploaded; unset it")
+    _refuse_changed(path)
     api, notes = HfApi(endpoint=constants.ENDPOINT), list[str]()
     redaction = redaction_of([path.resolve(), path.resolve().parent])
     contents = gather(path, redaction, notes, checkpoints=checkpoints, base=target.base)
@@ -132,6 +134,16 @@ def push(
         with _explained(target.name):
             _commit(api, upload, there, contents.source, uploaded)
     return upload
+
+
+def _refuse_changed(path: Path) -> None:
+    """Raise ``ModelError`` unless the files of an export are those that were verified."""
+    receipt = receipt_path(path)
+    if receipt.is_file() and (changes := changed_files(path, read_receipt(path))):
+        raise ModelError(
+            f"{path}: {'; '.join(changes[:_SHOWN])}, so it is not what was verified; export it "
+            f"again or, if the change is meant, delete {receipt.name}"
+        )
 
 
 def _with_card(

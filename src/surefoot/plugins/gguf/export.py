@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -321,8 +322,14 @@ def modelfile_text(model: ModelForOllama, lines: Sequence[str]) -> bytes:
     logger.info("%s", template)
     parts = [f"# ollama create {name} -f THIS_FILE", f"# {template}", *lines]
     system = None if model.recipe is None else model.recipe.data.default_system
-    # Three quotes end the text, and cannot be escaped.
-    if system is not None and _QUOTES not in system:
+    # Three quotes at the end of a line end the text there, and cannot be escaped.
+    lines_before = [] if system is None else re.split("[\r\n]", system)[:-1]
+    if any(line.rstrip().endswith(_QUOTES) for line in lines_before):
+        logger.warning(
+            "data.default_system: a line of it ends with three quotes, so the Modelfile cannot "
+            "contain it as SYSTEM; pass it to Ollama as the first message"
+        )
+    elif system is not None:
         parts.append(f"SYSTEM {_QUOTES}{system}{_QUOTES}")
     stops = [model.tokenizer.convert_ids_to_tokens(token) for token in model.stop_token_ids]
     parts += [f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in stops]

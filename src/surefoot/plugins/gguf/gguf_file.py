@@ -287,6 +287,7 @@ def _aligned(size: int) -> int:
 
 
 _K_QUANTS: Mapping[T, Callable[[Floats], Bytes]] = {T.Q4_K: q4_k, T.Q5_K: q5_k, T.Q6_K: q6_k}
+_BEYOND_FLOAT16 = 65520.0  # where rounding to nearest gives infinity
 _MOST_PACKED = 1 << 16  # weights whose intermediate values stay in the cache
 
 
@@ -301,13 +302,11 @@ def pack(values: Floats, kind: T, name: str) -> bytes:
     # In a K-quant NaN would become some finite number, and nobody would see the damage.
     if not np.isfinite(values).all():
         raise CheckpointError(f"{name}: it contains NaN or infinite values; nothing was written")
+    # Also the scale of a block of 4 or 8 bits is a float16, and may be as large as the values.
+    if kind not in (T.F32, T.BF16) and np.abs(values).max(initial=0) >= _BEYOND_FLOAT16:
+        raise CheckpointError(f"{name}: its values exceed float16; use --quantize bf16 or f32")
     if kind in _K_QUANTS:
         flat = values.reshape(-1)
         parts = [flat[i : i + _MOST_PACKED] for i in range(0, len(flat), _MOST_PACKED)]
         return b"".join(_K_QUANTS[kind](part).tobytes() for part in parts)
-    # What overflows is refused by name below; numpy's warning would name nothing.
-    with np.errstate(over="ignore"):
-        packed = quantize(values, kind)
-    if kind == T.F16 and not np.isfinite(packed).all():
-        raise CheckpointError(f"{name}: its values exceed float16; use --quantize bf16 or f32")
-    return packed.tobytes()
+    return bytes(quantize(values, kind).tobytes())

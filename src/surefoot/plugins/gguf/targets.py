@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from ...checkpoint.converting.targets import Done, Origin, Target
+from ...checkpoint.converting.targets import Alone, Done, Origin, Target
 from ...checkpoint.sources import Progress
 from ...use.exporting.conversion import model_folders
 
@@ -35,6 +36,18 @@ class GGUF(Target):
         module = import_module(f"{__package__}.export")
         module.write_model(model_folders(origin), target, self.quantize, progress)
         return Done()
+
+    @classmethod
+    def open_alone(cls, written: Path, tokenizer: object) -> Alone:
+        """The file by itself, with the stops of the Modelfile beside it."""
+        alone: Alone = import_module(f"{__package__}.reading_back").GGUFAlone(written, tokenizer)
+        return alone
+
+    @classmethod
+    def unread_settings(cls, written: Path) -> Mapping[str, object]:
+        """The size of a head, where it is not the one that transformers computes by itself."""
+        read: Mapping[str, object] = import_module(f"{__package__}.reading_back").head_size(written)
+        return read
 
 
 @dataclass(frozen=True, kw_only=True)

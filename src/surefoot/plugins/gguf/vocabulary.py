@@ -129,7 +129,9 @@ def add_vocabulary(
     if vocabulary.has_space_prefix is not None:
         writer.add_add_space_prefix(vocabulary.has_space_prefix)
     writer.add_add_bos_token(adds_first(tokenizer))
-    writer.add_add_eos_token(_adds_last(tokenizer))
+    # Whatever the tokenizer does with a text to train on: llama.cpp adds it to every prompt, also
+    # to one that a chat template renders, which ends a conversation before its response.
+    writer.add_add_eos_token(False)
     adders = {
         "bos": writer.add_bos_token_id,
         "eos": writer.add_eos_token_id,
@@ -198,11 +200,6 @@ def template_begins(tokenizer: PreTrainedTokenizerBase) -> bool | None:
     except TemplateError:
         return None
     return text.startswith(str(bos))
-
-
-def _adds_last(tokenizer: PreTrainedTokenizerBase) -> bool:
-    eos = tokenizer.eos_token_id
-    return eos is not None and tokenizer("a")["input_ids"][-1:] == [eos]
 
 
 def _tokens(

@@ -22,7 +22,14 @@ from pathlib import Path
 import torch
 
 from ...checkpoint.disk import strict_json
-from ...checkpoint.sources import JoinedSource, Renamed, ReplacingSource, Shape, TensorSource
+from ...checkpoint.sources import (
+    JoinedSource,
+    Renamed,
+    ReplacingSource,
+    Shape,
+    TensorSource,
+    rounded,
+)
 from ...errors import CheckpointError
 from ...parallel.sharding import Box
 from ...storage import files
@@ -84,7 +91,7 @@ class InterleavedSource(ReplacingSource):
                 # They are one range in the part, and every period has some of them.
                 places = turn.place_of(torch.arange(first, last)) - box.start[0]
                 rows = _rows(self.source, turn.name, first, last - first, box)
-                values[places] = rows.to(values.dtype)
+                values[places] = rounded(rows, values.dtype, turn.name)
         return values
 
 

@@ -12,6 +12,7 @@ from typing import Literal
 from ...checkpoint.converting.targets import Done, ModelTarget, Origin, companions
 from ...checkpoint.disk.commit import named, refuse_taken
 from ...checkpoint.disk.folder import companions_of, open_checkpoint
+from ...checkpoint.kept_in_float32 import kept_in_float32
 from ...checkpoint.layouts.detection import detect_layout, has_manifest
 from ...checkpoint.sources import (
     DtypeName,
@@ -120,8 +121,9 @@ class MindSporeFolder(ModelTarget):
         """MindSpore's own content, under other names if requested."""
         folder, base = origin.folder, origin.base
         parts = by_role(open_state(folder, base))
+        kept = kept_in_float32(base or model_near(folder), self.dtype)
         source: TensorSource = JoinedSource(
-            [("", cast(parts["model"], self.dtype)), ("", parts["optimizer"])]
+            [("", cast(parts["model"], self.dtype, kept)), ("", parts["optimizer"])]
         )
         if self.names not in (None, KEEP):
             heads = heads_near(folder, base)
@@ -151,7 +153,8 @@ class MindSporeFolder(ModelTarget):
             heads, moments = heads_near(whole.folder), moments_of(model, folder)
             batch_size = whole.global_batch_size
             numbers = numbers_of(folder, batch_size) if moments else TensorsInMemory({})
-        weights = JoinedSource([("", cast(model, self.dtype)), *moments])
+        kept = kept_in_float32(origin.base or folder, self.dtype)
+        weights = JoinedSource([("", cast(model, self.dtype, kept)), *moments])
         renamed = as_mindspore(weights, self.names, heads)
         return JoinedSource([("", renamed), ("", numbers)]), small
 

@@ -32,6 +32,7 @@ from ...checkpoint.converting.targets import (
 )
 from ...checkpoint.disk.folder import companions_of
 from ...checkpoint.disk.manifest import MANIFEST
+from ...checkpoint.kept_in_float32 import kept_in_float32, none_kept
 from ...checkpoint.layouts.adapter_merge import (
     PREFIX,
     TOKENS,
@@ -41,9 +42,19 @@ from ...checkpoint.layouts.adapter_merge import (
     merged,
     same_values,
 )
-from ...checkpoint.layouts.detection import is_sequence_classification
+from ...checkpoint.layouts.detection import detect_layout, is_sequence_classification
 from ...checkpoint.layouts.opening import has_opener, open_any, open_folder, open_named
-from ...checkpoint.sources import DtypeName, Progress, Renamed, Shape, TensorSource, cast, silent
+from ...checkpoint.sources import (
+    DtypeName,
+    JoinedSource,
+    Progress,
+    Renamed,
+    Shape,
+    TensorSource,
+    cast,
+    rounded,
+    silent,
+)
 from ...data.section import without_datasets
 from ...data.text.codec import Codec
 from ...data.text.templates import load_template, saved_source
@@ -64,10 +75,11 @@ from ...model.config import (
     why_no_model,
 )
 from ...model.section import ModelSection
-from ...model.tokenizer import load_tokenizer
+from ...model.tokenizer import TOKENIZER_CONFIG, load_tokenizer
+from ...model.unloaded import unloaded
 from ...model.weight_matrices import adapted
 from ...model.weights import FullWeights, names_in_files, names_unless_split, places
-from ...network.shard_loading import check_fits, open_base
+from ...network.shard_loading import meta_twin, open_base
 from ...parallel.sharding import Box
 from ...recipe.files import ADAPTER
 from ...recipe.run_recipe import Damaged
@@ -77,6 +89,7 @@ from ...storage.memory import only_new_collected
 from .._model_location import locate
 from ..model_loading import ModelFolders, find_parts, with_valid
 from ._reward_model import as_sequence_classification, head_of, v_head_file
+from .opened_alone import read_alone
 from .receipt import Artefact, write_receipt
 
 USUAL = "surefoot"  # where only a layout or mesh is named
@@ -120,11 +133,16 @@ class FolderToConvert:
         *,
         reward_head: RewardHead = "score",
         trust_remote_code: bool = False,
+        keeps_unloaded: bool = False,
     ) -> WholeModel:
         """The model; an adapter is merged into its base."""
         parts = self.parts
         weights, small = whole_model(
-            parts, dtype=dtype, trust_remote_code=trust_remote_code, reward_head=reward_head
+            parts,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            reward_head=reward_head,
+            keeps_unloaded=keeps_unloaded,
         )
 
         def sign(folder: Path) -> None:
@@ -193,6 +211,10 @@ def convert(
     damaged weights, a base that is missing, or a write that fails, ``OptionError`` for options that
     mean nothing for this folder."""
     done = to.write(FolderToConvert(folder, to.hints), target, progress)
+    if (folder / TOKENIZER_CONFIG).is_file() and (target / TOKENIZER_CONFIG).is_file():
+        parts = ModelFolders(folder, None, folder, None)
+        for line in read_alone(target, Artefact("huggingface", "", 0), parts).differences:
+            logger.warning("%s by itself: %s", target, line)
     if files.exists(target / ADAPTER) and not files.exists(target / MANIFEST):
         write_card(target, folder)
     return done
@@ -228,15 +250,19 @@ def whole_model(
     dtype: DtypeName | None = None,
     trust_remote_code: bool = False,
     reward_head: RewardHead = "score",
+    keeps_unloaded: bool = False,
 ) -> tuple[TensorSource, dict[str, bytes]]:
-    """The weights of a model, with an adapter merged into them, and their companion files."""
-    whole = merged_weights(parts, trust_remote_code)
+    """The weights of a model, with an adapter merged into them, and their companion files.
+    ``keeps_unloaded``: with what its base has, and transformers does not load."""
+    whole = merged_weights(parts, trust_remote_code, is_cast=dtype is not None)
     files: Mapping[str, bytes] = {}
     if (head := head_of(parts, reward_head)) is not None and reward_head == "v_head":
         files = v_head_file(head)
     elif head is not None:
         whole = _scored(parts, whole, head, trust_remote_code)
-    source = cast(whole.source, dtype)
+    if keeps_unloaded and head is None and (more := unloaded_weights(parts)) is not None:
+        whole = replace(whole, source=JoinedSource([("", whole.source), ("", more)]))
+    source = cast(whole.source, dtype, kept_in_float32(parts.model, dtype))
     stored = read_config(parts.model / "config.json")
     old = {**old_rope(stored.get(ROPE), str(stored.get("model_type"))), **old_layers(stored)}
     small = {
@@ -245,6 +271,36 @@ def whole_model(
         **files,
     }
     return source, small
+
+
+def unloaded_weights(parts: ModelFolders) -> TensorSource | None:
+    """The tensors of the base of a full model that transformers does not load, so that no
+    checkpoint has them: layers for multi-token prediction, for example. None if there are none."""
+    if parts.recipe is None or parts.adapter is not None:
+        return None
+    path = parts.recipe.model.path
+    config = read_config(parts.model / CONFIG)
+    names = {**config, **(config.get("text_config") or {})}
+    has_more = any(names.get(name) for name in names if "nextn" in name or "mtp" in name)
+    if not files.is_folder(Path(path)) and not has_more:
+        return None  # of a hub, whose download nothing asks for
+    try:
+        base = find_parts(path)
+    except (ModelError, CheckpointError) as error:
+        if has_more:
+            logger.warning(
+                "config.json names layers for multi-token prediction, which are in the base alone, "
+                "and it is not here (%s): serve the export without them",
+                error,
+            )
+        return None
+    stored = open_folder(base.model)
+    model = meta_model(parts.model, parts.recipe.model.trust_remote_code)
+    own = unloaded(model, stored.shapes())
+    sources: list[TensorSource] = []
+    sources += [Renamed(stored, {name: name for name in own})] if own else []
+    sources += [more] if (more := unloaded_weights(base)) is not None else []
+    return JoinedSource([("", source) for source in sources]) if sources else None
 
 
 def _scored(
@@ -289,8 +345,11 @@ class _Names:
     head: str | None
 
 
-def merged_weights(parts: ModelFolders, trust_remote_code: bool) -> MergedModel:
-    """The weights of ``parts`` as one model. Raises ``CheckpointError`` if they do not merge."""
+def merged_weights(
+    parts: ModelFolders, trust_remote_code: bool, *, is_cast: bool = False
+) -> MergedModel:
+    """The weights of ``parts`` as one model; ``is_cast``: an adapter is merged in float32 at least,
+    and the result is rounded by a cast. Raises ``CheckpointError`` if they do not merge."""
     section = ModelSection(path=str(parts.model), trust_remote_code=trust_remote_code)
     base, dequantized = base_weights(parts.model, section)
     if parts.adapter is None:
@@ -299,6 +358,8 @@ def merged_weights(parts: ModelFolders, trust_remote_code: bool) -> MergedModel:
     model = meta_model(parts.model, trust_remote_code)
     names = _names(model)
     old = base.shapes().get(names.embed, (0,))[0]
+    if is_cast and torch.float64 not in base.dtypes().values():
+        base = cast(base, "float32", none_kept)
     grown = _grow(base, names, len(tokenizer))
     updated = updated_tensors(model, parts.adapter)
     source, is_untied = _merge(grown, parts.adapter, names, updated)
@@ -442,7 +503,7 @@ class Grown:
             parts.append(self.source.read(name, common))
         if new := box & Box((old, 0), (self.rows - old, columns)):
             mean = self._mean(name)[new.start[1] : new.stop[1]]
-            parts.append(mean.to(self.dtypes()[name]).expand(new.shape))
+            parts.append(rounded(mean, self.dtypes()[name], name).expand(new.shape))
         return torch.cat(parts)
 
     def _mean(self, name: str) -> torch.Tensor:
@@ -464,7 +525,7 @@ def base_weights(folder: Path, section: ModelSection) -> tuple[TensorSource, Map
         is_scored = is_sequence_classification(folder)  # its head has another name
         # Weights under other names, or of another shape, were once written as a model that nothing
         # opens, and with --no-verify nobody was told.
-        check_fits(folder, section, open_named(folder) if is_scored else source)
+        meta_twin(folder, section, open_named(folder) if is_scored else source)
     except (ValueError, OSError, ImportError, KeyError) as error:
         raise ModelError(f"{folder}: cannot read the model: {first_line(error)}") from None
     return source, changes
@@ -480,8 +541,14 @@ def _stored_weights(
 
 
 def meta_model(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
-    """The model in ``folder`` without its values."""
+    """The model in ``folder`` without its values. It knows the names in its files: some models have
+    two families of them, and transformers writes back the one that it has read."""
+    section = ModelSection(path=str(folder), trust_remote_code=trust_remote_code)
     try:
+        if detect_layout(folder) is not None:
+            twin = meta_twin(folder, section, open_base(folder, section))
+            if twin is not None:
+                return twin
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
             model: PreTrainedModel = auto_class(config).from_config(

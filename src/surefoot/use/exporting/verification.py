@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from ...batch import SCORES
+from ...checkpoint.converting.targets import TARGETS, HuggingFaceModel
 from ...data.example import Example, Message
 from ...data.text.collation import collate
 from ...data.text.ranking import up_to_last_label
@@ -32,6 +33,7 @@ from ...model.loading import device
 from ...network.heads import HEADS, V_HEAD
 from ...storage import files
 from ..model_loading import LoadedModel, ModelFolders, find_parts, open_model
+from .opened_alone import ReadAlone, read_alone
 from .receipt import Artefact, ExportOrigin, changed_files, origin_of, read_receipt, store
 
 PACKAGES = {"compressed-tensors": "compressed_tensors", "gguf": "gguf"}
@@ -69,6 +71,18 @@ def verification_cost(target: Path) -> Cost:
     return Cost(int(size), memory)
 
 
+def compare_alone(
+    target: str | Path, *, checkpoint: str | Path | None = None, base: str | Path | None = None
+) -> ReadAlone:
+    """What differs between the artefact ``target`` by itself and the run, as far as no model says
+    it. Arguments and errors as ``verify_export``."""
+    artefact_path = Path(target).expanduser().absolute()
+    receipt = read_receipt(artefact_path)
+    _refuse_adapter(receipt.artefact)
+    parts = _parts(receipt.made_from, checkpoint, base)
+    return read_alone(artefact_path, receipt.artefact, parts)
+
+
 def verify_export(
     target: str | Path, *, checkpoint: str | Path | None = None, base: str | Path | None = None
 ) -> OutputComparison:
@@ -88,8 +102,7 @@ def verify_export(
     packages = _packages(receipt.artefact)
     if problems := changed_files(artefact_path, receipt):
         raise ModelError(f"{artefact_path}: {'; '.join(problems)}; export it again")
-    if receipt.artefact.to == "gguf-adapter":
-        raise ModelError("no package of Python opens an adapter in GGUF; try it with llama.cpp")
+    _refuse_adapter(receipt.artefact)
     parts = _parts(receipt.made_from, checkpoint, base)
     _refuse_changed(receipt.made_from, parts)
     opened = open_model(
@@ -117,6 +130,11 @@ def verify_export(
     return result
 
 
+def _refuse_adapter(artefact: Artefact) -> None:
+    if artefact.to == "gguf-adapter":
+        raise ModelError("no package of Python opens an adapter in GGUF; try it with llama.cpp")
+
+
 def _packages(artefact: Artefact) -> list[str]:
     """The packages that open it. Raises ``ModelError`` if one is missing."""
     names = list(dict.fromkeys(("transformers", PACKAGES.get(artefact.to, "transformers"))))
@@ -137,10 +155,16 @@ def _open_artefact(target: Path, artefact: Artefact) -> Any:
     is_scored = artefact.to == "reward" and _v_head_of(target) is None
     try:
         config = AutoConfig.from_pretrained(folder, **options)
+        written_by = TARGETS.get(artefact.to, HuggingFaceModel)
+        for name, value in written_by.unread_settings(target).items():
+            setattr(config, name, value)
         loader = AutoModelForSequenceClassification if is_scored else auto_class(config)
-        return loader.from_pretrained(folder, dtype=torch.float32, **options).to(device()).eval()
+        options |= {"config": config, "dtype": torch.float32}
+        return loader.from_pretrained(folder, **options).to(device()).eval()
     except _OF_LOADERS as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if "ignore_mismatched_sizes" in reason:
+            reason = "it reads the settings in part, and builds other shapes; the file has its own"
         raise UnopenedError(f"{target}: transformers cannot open it: {reason}") from None
 
 

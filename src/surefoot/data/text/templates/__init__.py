@@ -274,6 +274,15 @@ def with_arguments(source: str, arguments: Mapping[str, object], template: str) 
     return "".join(defaults) + source
 
 
+def with_system(source: str, text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """``source`` with the system message ``text`` before messages that begin with no other."""
+    in_parts = Renderer(source, tokenizer).needs_parts
+    content = _literal([{"type": "text", "text": text}] if in_parts else text)
+    message = f'[{{"role": "system", "content": {content}}}]'
+    is_there = 'messages and messages[0]["role"] == "system"'
+    return f"{{%- set messages = messages if {is_there} else {message} + messages|list +%}}{source}"
+
+
 def check_row_arguments(arguments: Mapping[str, object]) -> None:
     """Raise ``TemplateError`` if an argument of a row has the name of what is given by whatever
     renders it."""

@@ -202,6 +202,13 @@ class Renderer:
         special = {token for token in self._special if token in everywhere}
         return frozenset(special | {token for token in self._added if token in around})
 
+    def between_turns(self) -> frozenset[str]:
+        """The special tokens that it writes after the words of a message, which end and begin
+        turns: not those of a system text, which may name the tags that a response is to have."""
+        text = self._rendered(PROBES["several turns"], prompt=True)
+        _, _, rest = text.partition(str(_TURNS[0]["content"]))
+        return frozenset(token for token in self._special if token in rest)
+
     def _rendered(self, probe: Probe, *, prompt: bool = False) -> str:
         try:
             return self.render(probe["messages"], probe.get("tools"), prompt=prompt)
@@ -218,7 +225,7 @@ class Renderer:
         in_parts: bool | None = None,
     ) -> tuple[str, Spans]:
         """Run the template; contents are lists (``in_parts``) if it needs that."""
-        always = self._needs_parts if in_parts is None else in_parts
+        always = self.needs_parts if in_parts is None else in_parts
         try:
             texts, spans = render_jinja_template(
                 [[self._in_parts(message, always=always) for message in messages]],
@@ -241,7 +248,7 @@ class Renderer:
         return cast(str, texts[0]), list(spans[0]) if spans else []
 
     @cached_property
-    def _needs_parts(self) -> bool:
+    def needs_parts(self) -> bool:
         """Whether the template writes contents only if they are lists, as those of LLaVA and
         SmolVLM do."""
         question = PROBES["a question"]["messages"]
