@@ -63,8 +63,8 @@ def write_model(folder, name):
 
 
 def write_tokenizer(folder, **settings):
-    """A tokenizer of one character."""
-    inner = Tokenizer(models.WordLevel({"a": 0, "[end]": 1}, unk_token="a"))
+    """A tokenizer of two characters."""
+    inner = Tokenizer(models.WordLevel({"a": 0, "[end]": 1, "b": 2}, unk_token="a"))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="[end]", pad_token="[end]")
     for name, value in settings.items():

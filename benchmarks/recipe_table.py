@@ -108,7 +108,7 @@ def model_of(name):
 
 
 def opened(name, folder, **changes):
-    """The recipe ``name`` with its model's configuration, a tokenizer of one character, and rows of
+    """The recipe ``name`` with its model's configuration, a tokenizer of two letters, and rows of
     full length, all in ``folder``. ``changes`` are of the configuration."""
     model, data = folder / "model", folder / "rows.jsonl"
     model.mkdir(parents=True)
@@ -121,7 +121,7 @@ def opened(name, folder, **changes):
     long = "a" * (2 * length)
     row = {"prompt": "a" * (length // 2), "completion": long}
     if name.endswith("-dpo"):
-        row = {"prompt": row["prompt"], "chosen": long, "rejected": f"a{long}"}
+        row = {"prompt": row["prompt"], "chosen": long, "rejected": f"b{long}"}
     if name.endswith("-grpo"):
         row = {"prompt": row["prompt"], "answer": "a"}
     data.write_text((json.dumps(row) + "\n") * 64)

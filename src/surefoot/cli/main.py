@@ -255,7 +255,7 @@ def main(ctx: click.Context, verbose: bool, log_format: str) -> None:
 
 
 def _write_json(ctx: click.Context, *, verbose: bool) -> None:
-    """Let all messages leave as JSON lines, the traceback of a fault of ours included."""
+    """Let all messages leave as JSON lines, also an exception that nothing catches."""
     from .. import json_lines
 
     is_result = bool(_PRINT_RESULTS & set(ctx.meta[_WORDS]))
