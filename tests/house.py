@@ -26,7 +26,7 @@ ROWS = [
     ["schema"],
     ["storage"],
     ["batch", "extensions"],
-    ["errors", "log"],
+    ["errors", "log", "json_lines"],
     ["terminal_text"],
 ]
 WIDTH, HEIGHT, GAP, LINE = 1240, 46, 8, 17  # pixels

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import click
 from gguf import GGML_QUANT_SIZES
+from ruamel.yaml import YAML
 
 from surefoot.cli.main import listed, main
 from surefoot.data.text.families import TemplateFamily, families
+from surefoot.errors import RecipeError
 from surefoot.optim import OPTIMIZERS
 from surefoot.optim.optimizer import Optimizer, declared_state
 from surefoot.optim.state_tensor import ParameterKind
@@ -24,10 +29,12 @@ from surefoot.parallel.sharding import AxisShard
 from surefoot.plugins.gguf.architectures import ARCHITECTURES, GGUFArchitecture
 from surefoot.plugins.gguf.formats import FORMATS, Format
 from surefoot.plugins.gguf.vocabulary import PRE_TOKENIZERS
+from surefoot.plugins.migrate import importers
 from surefoot.plugins.migrate.arguments import ARGUMENTS, FILES, GROUPS, TRAINERS, Argument, Rows
+from surefoot.plugins.mindspore import recipe as mindspore
 from surefoot.recipe.prediction import Prediction
 from surefoot.recipe.recipe import Recipe
-from surefoot.recipe.yaml import emit
+from surefoot.recipe.yaml import Document, emit
 from surefoot.schema import Setting, json_schema, markdown, settings, variant_name
 from surefoot.schema._reading import write_setting
 
@@ -118,6 +125,25 @@ to use it. What TRL's configurations have of transformers' `TrainingArguments` i
   meaning.
 - *no effect*: nothing needs to be set, for the reason given.
 - *refused*: any value but the default is an error, which says what to write instead.
+"""
+NAMES_PAGE = """# Settings by the names of other programs
+
+Look for a setting by the name that you know: of transformers' `TrainingArguments`, LLaMA-Factory,
+TRL, axolotl, MindSpore Transformers, and of Unsloth, PEFT, Lightning and habit. The tables that
+convert those programs' files are the only source of this page. There is no such table of
+torchtitan: `surefoot recipe convert` does not read its files.
+
+- A name with a dot is the setting of a recipe; [the recipe](recipe.md) says what it does. What
+  follows a colon is what differs.
+- *no effect*: nothing needs to be set, for the reason given.
+- *refused*: a converted file must not have it, for the reason given, which says what to write.
+- *another command*: the argument is not of training.
+- A name of MindSpore Transformers has its section before the dot. *No effect of its own*: other
+  keys of the file, or the files themselves, decide.
+
+`surefoot recipe check` knows these names, too: of an unknown key it names the setting that is
+meant. A file of LLaMA-Factory, TRL, axolotl, transformers or MindSpore Transformers needs no look
+at this page: [`surefoot recipe convert`](../how-to/from-trl.md) writes the recipe.
 """
 FAMILIES = """# Chat templates of families
 
@@ -363,6 +389,97 @@ def _differs(name: str, argument: Argument) -> bool:
     return not (is_same and known is not None and known.default == argument.default)
 
 
+def names_page() -> str:
+    """Every name of every program, in the order of the alphabet."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for program, name, meaning in _names_elsewhere():
+        programs = found.setdefault(name, {}).setdefault(meaning, [])
+        if program not in programs:
+            programs.append(program)
+    lines = ["| name | here | in |", "|---|---|---|"]
+    for name in sorted(found, key=str.lower):
+        for meaning, programs in found[name].items():
+            cells = [f"`{name}`", meaning.replace("|", "\\|"), ", ".join(programs)]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([NOTE, NAMES_PAGE, *lines, ""])
+
+
+def _names_elsewhere() -> Iterator[tuple[str, str, str]]:
+    """The program, the name there, and what it is here."""
+    for title, rows in {**GROUPS, **TRAINERS}.items():
+        is_of_huggingface = title.startswith("Hugging Face")
+        known = {"axolotl": "axolotl"} | {t: "TRL" for t in TRAINERS if t.startswith("TRL")}
+        default = "transformers, LLaMA-Factory" if is_of_huggingface else "LLaMA-Factory"
+        for name, argument in rows.items():
+            yield known.get(title, default), name, _meaning(argument)
+    for title, meanings in YAML(typ="safe").load(importers._HABITS).items():
+        for meaning, names in meanings.items():
+            text = re.sub(r"[\w.]+\.\w+|^\w+$", r"`\g<0>`", meaning)
+            text = text if title == "settings" else meaning
+            yield from (("Unsloth, PEFT, Lightning, habit", name, text) for name in names.split())
+    for name in mindspore._RULES:
+        yield "MindSpore Transformers", name, _of_mindspore(name)
+
+
+MINDSPORE = {
+    "run_mode": "finetune",
+    "pretrained_model_dir": "model",
+    "parallel_config.data_parallel": 2,
+    "parallel_config.model_parallel": 2,
+    "parallel_config.pipeline_stage": 2,
+    "runner_config.batch_size": 2,
+    "lr_schedule.type": "CosineWithWarmUpLR",
+    "lr_schedule.learning_rate": 1e-4,
+}
+VALUES = (1, 3, 0.03, 60, True, "x", [0.9, 0.95], "train", "LinearWithWarmUpLR", 1e-5)
+
+
+def _of_mindspore(name: str) -> str:
+    """The settings that change with a key of MindSpore Transformers, alone or beside others; or
+    why it may not be set, or that it sets nothing."""
+    changed, reasons = set[str](), list[str]()
+    for without in ("", "pretrained_model_dir", "lr_schedule.learning_rate"):
+        file = {key: value for key, value in MINDSPORE.items() if key != without}
+        before = _converted(file)
+        for value in VALUES:
+            try:
+                after = _converted(file | {name: value})
+            except RecipeError as error:
+                reasons.append(str(error).partition(f"{value!r}: ")[2])
+                continue
+            changed |= {s for s in before | after if before.get(s) != after.get(s)}
+    if changed:
+        return ", ".join(f"`{setting}`" for setting in sorted(changed))
+    return f"*refused*: {reasons[-1]}" if reasons else "*no effect* of its own"
+
+
+def _converted(file: Mapping[str, object]) -> Mapping[str, object]:
+    content: dict[str, Any] = {}
+    for name, value in file.items():
+        section, _, key = name.partition(".")
+        if section == "callbacks":
+            kind, _, key = key.partition(".")
+            content[section] = [{"type": kind, key: value}]
+        elif key:
+            content.setdefault(section, {})[key] = value
+        else:
+            content[section] = value
+    return mindspore.convert(Document(content, "x.yaml")).settings
+
+
+def _meaning(argument: Argument) -> str:
+    """As ``_outcome``, with the settings of LLaMA-Factory's argument where it is named."""
+    settings, says = [], [argument.says] if argument.says else []
+    for setting in argument.settings:
+        known = ARGUMENTS.get(setting) if "." not in setting else None
+        if known is None or known is argument:
+            settings.append(setting)
+            continue
+        settings += known.settings
+        says += [known.says] if known.says else []
+    return _outcome(replace(argument, settings=tuple(settings), says="; ".join(says)))
+
+
 def families_page() -> str:
     """One row for each family."""
     head = ["| name | end | tools | thoughts | system message |", "|---|---|---|---|---|"]
@@ -417,6 +534,7 @@ PAGES = {
     "optimizers.md": optimizers_page,
     "llamafactory.md": arguments_page,
     "other-trainers.md": settings_page,
+    "settings-by-name.md": names_page,
     "templates.md": families_page,
     "gguf.md": gguf_page,
 }

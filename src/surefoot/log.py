@@ -75,10 +75,16 @@ def silenced() -> Iterator[None]:
         root.setLevel(before)
 
 
-def configure(handler: logging.Handler | None = None, *, verbose: bool = False) -> None:
-    """Send the package's log to ``handler`` (default: plain lines on standard error)."""
+def configure(
+    handler: logging.Handler | None = None,
+    *,
+    verbose: bool = False,
+    formatter: logging.Formatter | None = None,
+) -> None:
+    """Send the package's log to ``handler`` (default: plain lines on standard error). With a
+    ``formatter`` of its own, warnings of other packages leave by it, too."""
     handler = handler or _Stderr()
-    handler.setFormatter(_Ranked("%(message)s"))
+    handler.setFormatter(formatter or _Ranked("%(message)s"))
     # Asked for each line: a program may configure the log before it has joined the ranks of SLURM.
     handler.addFilter(
         lambda record: record.levelno >= logging.WARNING or os.environ.get("RANK", "0") == "0"
@@ -87,6 +93,9 @@ def configure(handler: logging.Handler | None = None, *, verbose: bool = False) 
     root.handlers[:] = [handler]
     root.setLevel(logging.DEBUG if verbose else logging.INFO)
     root.propagate = False
+    if formatter is not None:
+        logging.captureWarnings(capture=True)
+        logging.getLogger().handlers[:] = [handler]
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.ERROR)
     if not verbose:

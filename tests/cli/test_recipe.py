@@ -60,6 +60,25 @@ def test_check_says_of_each_recipe_whether_it_is_valid(path, tmp_path):
     assert "2 of 3 wrong" in result.stderr
 
 
+def test_check_prints_json_for_scripts(path, tmp_path):
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(RECIPE.replace("max_steps", "max_stps"))
+    result = run("check", "--json", path, wrong)
+    assert result.exit_code == 2
+    valid, other = json.loads(result.stdout)
+    assert valid == {"recipe": str(path), "problem": None}
+    assert other["problem"].startswith(f"{wrong}:4:29 train.max_stps: unknown key")
+
+
+def test_check_reads_the_file_of_another_program_as_train_does(tmp_path):
+    file = tmp_path / "sft.yaml"
+    text = "model_name_or_path: m\ndo_train: true\ndataset: d\noutput_dir: o\n"
+    file.write_text(text + "finetuning_type: lora\n")
+    assert ok("check", file) == f"{file}: valid\n"
+    file.write_text(text + "finetuning_typ: lora\n")
+    assert "did you mean finetuning_type?" in run("check", file).stderr
+
+
 def test_no_help_shows_a_mark_of_its_layout():
     """Click takes ``\\b`` as the mark of a paragraph that keeps its lines; in a raw string it is
     text."""

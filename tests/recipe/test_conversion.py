@@ -1,9 +1,9 @@
 import pytest
 
 from surefoot.errors import RecipeError
-from surefoot.plugins.mindspore.recipe import convert
+from surefoot.plugins.mindspore.recipe import _RULES, convert
 from surefoot.recipe.recipe import load, read, unknown
-from surefoot.recipe.yaml import parse
+from surefoot.recipe.yaml import Document, parse
 
 FILE = """\
 seed: 7
@@ -264,3 +264,18 @@ def test_pretraining_begins_with_new_weights_and_asks_for_their_configuration(tm
     (tmp_path / "theirs.yaml").write_text("run_mode: train\n")
     words = ["model.path=base", "data.datasets=[mine]", "train.output_dir=run"]
     assert load(tmp_path / "theirs.yaml", words).model.new_weights
+
+
+ODD = ([1], {"a": 1}, "x", 3, True, None)
+
+
+def test_a_value_of_any_type_for_any_key_is_a_setting_or_refused_with_its_line():
+    for key in ("parallel_config", "lr_schedule", "optimizer", "runner_config", *_RULES):
+        section, _, inner = key.partition(".")
+        for value in ODD:
+            is_nested = inner and section != "callbacks"
+            content = {section: {inner: value}} if is_nested else {key: value}
+            try:
+                convert(Document(content, "theirs.yaml"))
+            except RecipeError as error:
+                assert str(error).startswith("theirs.yaml"), (key, value)

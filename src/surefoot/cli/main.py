@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import importlib
 import io
+import logging
 import os
 import sys
 import time
 import traceback
+from itertools import islice
 
 import click
 from click.shell_completion import CompletionItem
@@ -26,11 +28,18 @@ from ..extensions import bundled_commands, entries, imported
 from ..log import configure
 from ..terminal_text import visible
 
+logger = logging.getLogger(__name__)
+_FORMAT = "SUREFOOT_LOG_FORMAT"
+_WORDS = "surefoot.words"  # of the command, in click's context
 _ECHO = 10.0  # seconds for the process that has more to say, upon which the launcher ends this one
 # what a path or a disk of the user's causes, wherever it is looked at, and no code of ours does
 _OF_THE_DISK = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EROFS, errno.EIO}
 # what the system refuses, whether it names a file or, in writing or in starting a process, none
 _OF_THE_SYSTEM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE}
+_HELP = {"-h", "--help"}
+# commands whose standard output has messages only, but for what these options print
+_WITHOUT_RESULTS = {"train", "launch", "serve", "sweep", "encode", "push", "board"}
+_PRINT_RESULTS = {"--dry-run", "--json"}
 # name -> what it does, in the order of help; the command stands in the module of that name, or in
 _MODULES = {"preview": "data", "download": "data", "encode": "data"}
 _MODULES |= {"rollouts": "reward", "plugins": "env"}
@@ -129,9 +138,24 @@ class Commands(click.Group):
             formatter.write("\n  `surefoot plugins` lists those of packages that you installed.\n")
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Accept --verbose anywhere on the line."""
-        rest = [arg for arg in args if arg != "--verbose"]
-        return super().parse_args(ctx, ["--verbose"] * (len(rest) < len(args)) + rest)
+        """Accept --verbose and --log-format anywhere on the line."""
+        of_main, rest, words = [], [], iter(args)
+        for word in words:
+            if word == "--log-format":
+                of_main += [word, *islice(words, 1)]
+            elif word == "--verbose" or word.startswith("--log-format="):
+                of_main.append(word)
+            else:
+                rest.append(word)
+        ctx.meta[_WORDS] = rest
+        try:
+            return super().parse_args(ctx, of_main + rest)
+        except click.UsageError as error:
+            is_json = os.environ.get(_FORMAT) == "json" or any(w.endswith("json") for w in of_main)
+            if not is_json or not args:
+                raise
+            _write_json(ctx, verbose=False)
+            raise Failure(error.format_message()) from error
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command; errors that a user can fix are shown in red, without a traceback."""
@@ -158,7 +182,10 @@ class Commands(click.Group):
                 f"no {error.object[error.start]!r}; unset PYTHONUTF8, and set LC_ALL=C.UTF-8"
             ) from error
         except click.UsageError as error:
-            raise click.UsageError(shortened(error.format_message()), error.ctx) from error
+            message = shortened(error.format_message())
+            if ctx.params["log_format"] == "json":
+                raise Failure(message) from error  # without the lines of usage
+            raise click.UsageError(message, error.ctx) from error
         except KeyboardInterrupt:
             click.echo(err=True)  # end the line that has the terminal's ^C
             raise click.exceptions.Exit(130) from None  # 128 + SIGINT, as shells have it
@@ -171,6 +198,10 @@ class Failure(click.ClickException):
 
     def show(self, file: object = None) -> None:
         """Print ``error: ...`` on standard error."""
+        if os.environ.get(_FORMAT) == "json":
+            fields = {"event": "error", "exit_code": self.exit_code}
+            logger.error("%s", shortened(self.message), extra={"fields": fields})
+            return
         lines = shortened(self.message).splitlines()
         before = " " if len(lines) == 1 else "\n  "
         text = "".join(f"{before}{line}" for line in lines)
@@ -204,8 +235,18 @@ def failure_of(error: SurefootError) -> click.exceptions.Exit | Failure:
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--verbose", is_flag=True, help="Log more, and show the traceback of errors.")
+@click.option(
+    "--log-format",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    envvar=_FORMAT,
+    show_default=True,
+    show_envvar=True,
+    help="How messages are written: for people, or as JSON lines for a log collector.",
+)
 @click.version_option(__version__, prog_name="surefoot", message="%(prog)s %(version)s")
-def main(verbose: bool) -> None:
+@click.pass_context
+def main(ctx: click.Context, verbose: bool, log_format: str) -> None:
     """Fine-tune large language models from one YAML file; no step is ever lost.
 
     \b
@@ -218,7 +259,22 @@ def main(verbose: bool) -> None:
         name_ranks()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a name may have letters that a terminal lacks
         sys.stdout.reconfigure(errors="backslashreplace")
-    configure(verbose=verbose)
+    if log_format == "json" and not _HELP & set(ctx.meta[_WORDS]):
+        _write_json(ctx, verbose=verbose)
+    else:
+        os.environ.pop(_FORMAT, None)  # the option has precedence, here and in ranks
+        configure(verbose=verbose)
+
+
+def _write_json(ctx: click.Context, *, verbose: bool) -> None:
+    """Let all messages leave as JSON lines, also an exception that nothing catches."""
+    from .. import json_lines
+
+    is_result = bool(_PRINT_RESULTS & set(ctx.meta[_WORDS]))
+    has_messages_only = ctx.invoked_subcommand in _WITHOUT_RESULTS and not is_result
+    json_lines.start((1, 2) if has_messages_only else (2,))
+    configure(verbose=verbose, formatter=json_lines.Formatter())
+    sys.excepthook = lambda *fault: logger.critical("%s", fault[1], exc_info=fault)
 
 
 @main.command()

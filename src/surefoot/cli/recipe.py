@@ -36,7 +36,8 @@ def show(path: Path, overrides: tuple[str, ...], docs: bool) -> None:
 @click.argument(
     "paths", metavar="RECIPE...", nargs=-1, required=True, type=click.Path(path_type=Path)
 )
-def check(paths: tuple[Path, ...]) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: each recipe and its problem.")
+def check(paths: tuple[Path, ...], as_json: bool) -> None:
     """Read each RECIPE as `train` does, and say what is wrong with it. For a check of a repository:
     it looks at no model and no rows, and the exit code is 2 if a recipe is wrong.
 
@@ -44,17 +45,23 @@ def check(paths: tuple[Path, ...]) -> None:
     surefoot recipe check recipes/*.yaml
     """
     from ..errors import SurefootError
-    from ..recipe.recipe import load
+    from ..recipe.recipe import convert as convert_file
+    from ..recipe.recipe import load, load_converted
 
-    num_wrong = 0
+    found: list[dict[str, str | None]] = []
     for path in paths:
+        problem = None
         try:
-            load(path)
-            click.echo(visible(f"{path}: valid"))
+            converted = convert_file((str(path),))
+            load(path) if converted is None else load_converted(converted)
         except SurefootError as error:
-            num_wrong += 1
-            click.echo(visible(str(error)), err=True)
-    if num_wrong:
+            problem = str(error)
+        found.append({"recipe": str(path), "problem": problem})
+        if not as_json:
+            click.echo(visible(problem or f"{path}: valid"), err=problem is not None)
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+    if num_wrong := sum(one["problem"] is not None for one in found):
         click.echo(f"{num_wrong} of {len(paths)} wrong", err=True)
         raise SystemExit(2)
 

@@ -22,6 +22,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from .. import json_lines
 from ..errors import RunError
 from .remote import is_loopback
 
@@ -203,6 +204,7 @@ def serve(
         http=PromptProtocol,
         log_level="warning",
         access_log=False,
+        log_config=None if json_lines.is_on() else uvicorn.config.LOGGING_CONFIG,
         server_header=False,
         limit_concurrency=most_connections,
         timeout_graceful_shutdown=seconds_to_finish,

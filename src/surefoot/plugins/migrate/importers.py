@@ -186,8 +186,9 @@ def hints_by_key() -> Mapping[str, str]:
     unknown key, by the key, or by its section and itself. Arguments with the name of a recipe's key
     at another place are omitted."""
     keys, hints = {str(path[-1]) for path in paths(Recipe)}, dict[str, str]()
-    tables = [PROGRAMS[name].arguments for name in ("transformers", "trl-sft")]
-    for table in (*tables, ARGUMENTS):
+    first = [PROGRAMS[name].arguments for name in ("transformers", "trl-sft")]
+    others = [program.arguments for program in PROGRAMS.values()]
+    for table in (*first, ARGUMENTS, *others):
         for name, argument in table.items():
             hints.setdefault(name, _hint(argument))
     habits = YAML(typ="safe").load(_HABITS)

@@ -59,17 +59,24 @@ def apply(document: Document, rules: Mapping[str, KeyRule], together: Together) 
             converted.left.append(_name(path))
             continue
         try:
-            converted.settings |= rule(value)
+            converted.settings |= _applied(rule, value)
         except RefusedKeyError as error:
             problems.append(Problem(path, str(error)))
     for path, of_several in together:
         try:
-            converted.settings |= of_several(content)
+            converted.settings |= _applied(of_several, content)
         except RefusedKeyError as error:
             problems.append(Problem(path, str(error)))
     if problems:
         raise document.error(problems)
     return converted
+
+
+def _applied(rule: KeyRule, value: Any) -> Settings:
+    try:
+        return rule(value)
+    except (TypeError, AttributeError) as error:  # a list where there should be a name, say
+        raise RefusedKeyError(f"a value of another type is expected: {error}") from None
 
 
 def _keys(content: Mapping[str, Any]) -> Iterator[tuple[Keys, Any]]:

@@ -67,7 +67,9 @@ class Screen(TrainerCallback):
                 shown["peak_memory"] = memory.replace(" ", "")
                 shown["eta"] = self._figures.get("left", "?")
             pairs = [f"{name}={value}" for name, value in shown.items()]
-            logger.info("step=%d/%d %s", state.global_step, state.max_steps, " ".join(pairs))
+            fields = {"event": "log", "step": state.global_step, "max_steps": state.max_steps}
+            text, more = " ".join(pairs), {"fields": {**logs, **fields}}
+            logger.info("step=%d/%d %s", state.global_step, state.max_steps, text, extra=more)
         elif "loss" not in logs:
             line = Text.assemble(("eval", "cyan"), f" at step {state.global_step}:")
             for name, value in shown.items():
@@ -79,7 +81,9 @@ class Screen(TrainerCallback):
         """Show the name of the checkpoint."""
         self._figures["checkpoint"] = f"checkpoint-{state.global_step}"
         if self._progress is None:
-            logger.info("saved %s", args.output_dir / f"checkpoint-{state.global_step}")
+            path = args.output_dir / f"checkpoint-{state.global_step}"
+            fields = {"event": "save", "step": state.global_step, "checkpoint": str(path)}
+            logger.info("saved %s", path, extra={"fields": fields})
 
     def on_train_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
         """Leave the last state of the live line on the screen."""

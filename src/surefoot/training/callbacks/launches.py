@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ... import json_lines
 from ...errors import RunError
 from ...parallel.progress import Progress
 from ...storage.files import (
@@ -224,7 +225,7 @@ def start_training(
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start ``surefoot`` with ``arguments``, which trains in ``folder``. It gets this process's
-    environment and ``environment``. Raises ``RunError``."""
+    environment and ``environment``; its log is text, for people. Raises ``RunError``."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with open_log(folder / LOG) as log:
@@ -233,7 +234,7 @@ def start_training(
             process = subprocess.Popen(
                 [*PYTHON, *arguments],
                 cwd=cwd,
-                env={**os.environ, **(environment or {})},
+                env={**os.environ, json_lines.VARIABLE: "text", **(environment or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
