@@ -97,7 +97,7 @@ def lines_of(path: Path, history: Sequence[Metrics] = ()) -> dict[Key, Record]:
     with raising(RunError, "metrics"):
         content = path.read_bytes() if path.exists() else b""
     records = [strict(record) for record in history if "step" in record] + [*_records(content)]
-    return dict(sorted((key_of(record), record) for record in records))
+    return dict(sorted({key_of(record): record for record in records}.items()))
 
 
 def _records(content: bytes) -> Iterator[Record]:
