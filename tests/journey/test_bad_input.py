@@ -182,8 +182,8 @@ def test_changed_data_is_noticed_on_a_resume(trained):
     (trained.folder / "data" / "sums.jsonl").write_text(rows + rows.splitlines()[0] + "\n")
     code, message = train(trained, "train.max_steps=6")
     assert code == 2
-    assert "the number of examples was 24 in the checkpoint and is 25 now" in message
-    assert "the tokenizer and the chat template, or start a new run" in message
+    assert "cannot resume from checkpoint-3: 1 row was added to sums, as row 24 (" in message
+    assert "Restore that, or start a new run" in message
 
 
 def test_a_checkpoint_of_another_model_is_refused(trained, tmp_path):

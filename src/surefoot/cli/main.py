@@ -54,6 +54,8 @@ COMMANDS = {
     "bench": "Measure how fast a recipe trains on this machine.",
     "reward": "Try the rewards of a recipe on sampled responses.",
     "rollouts": "Show the sampled responses that a run has kept, with their rewards.",
+    "replay": "Compute steps of a run again, and compare them to the bit.",
+    "fork": "Continue a run from any of its steps, in a new folder.",
     "chat": "Talk to a model, a checkpoint or an adapter.",
     "predict": "Generate responses to prompts, on one process or many.",
     "eval": "Evaluate a run on held-out data: loss, perplexity, exact match.",

@@ -33,8 +33,8 @@ def permutation(length: int, *, seed: int, stream: int) -> Index:
     permutations of one seed, such as those of the epochs.
     """
     key = np.uint64(_scramble_one(_scramble_one(seed & MASK) ^ (stream & MASK)))
-    keys = _scramble(np.arange(length, dtype=np.uint64) ^ key)
-    return np.argsort(_scramble(keys + key))  # no two are equal: scrambling is a bijection
+    keys = scrambled(np.arange(length, dtype=np.uint64) ^ key)
+    return np.argsort(scrambled(keys + key))  # no two are equal: scrambling is a bijection
 
 
 def draw(below: int, *, seed: int, stream: int) -> int:
@@ -68,7 +68,7 @@ def hold_out(rows: Index, *, num_rows: int, val_size: float, seed: int) -> NDArr
     return np.isin(rows, usable[:count])
 
 
-def _scramble(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def scrambled(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Steele, Lea and Flood's splitmix64 finalizer: a bijection on 64 bits; arithmetic wraps."""
     x = x + np.uint64(GOLDEN)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -77,7 +77,7 @@ def _scramble(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _scramble_one(value: int) -> int:
-    return int(_scramble(np.array([value], dtype=np.uint64))[0])
+    return int(scrambled(np.array([value], dtype=np.uint64))[0])
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..checkpoint.disk.commit import step_of
+from ..checkpoint.disk.retention import origin_of
 from ..errors import RecipeError, RunError
 from ..model.base_identity import is_new
 from .files import RUN_RECIPE
@@ -64,7 +66,9 @@ def compare_with_checkpoint(checkpoint: Path, before: Recipe, now: Recipe, weigh
     ``RunError``; ``weights`` is the setting that starts a new run from its weights."""
     folder = now.train.folder
     found = changes_in(folder, before, now)
-    if checkpoint.resolve().parent == folder.resolve():
+    origin = origin_of(folder)  # whose step is of another run, with that one's recipe
+    is_origin = origin is not None and step_of(checkpoint) == origin[1]
+    if checkpoint.resolve().parent == folder.resolve() and not is_origin:
         refuse_in_own(found, f"{checkpoint} in {folder}")
         return  # what may change was said when the folder was opened
     if kept := [change for change in found if change.is_kept]:

@@ -8,4 +8,6 @@ the Trainer of its parts: ``_data_loading`` (examples), ``models`` (bases and au
 ``policy`` (what is trained), ``contexts`` (columns computed before the first step, and how the
 policy is measured). ``foreign_resume`` is the seam for other trainers' checkpoints, ``from_python``
 what a program gives in place of names, ``code_files`` the functions that a recipe names.
+``surroundings`` is what each launch records, ``rows_record`` a hash of each row; ``replay``
+computes steps of a run again, and ``fork`` continues one from any step.
 """

@@ -30,6 +30,7 @@ from ..parallel.world import World
 from ..training.windows import num_steps, remarks
 from ._encoder_worker import POLL_SECONDS
 from .parts import RunParts
+from .rows_record import compare_rows
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,10 @@ def open_data(parts: RunParts, world: World) -> tuple[AnyData, AbstractContextMa
                 logger.warning("%s", remark)
             return stream_data(parts)
         data = prepare(parts.encoding)
+    names, start = [str(name) for name in parts.data.datasets], parts.start
+    place = None if start is None or start.writer is not None else start.folder
+    compare = partial(compare_rows, data.train, names, parts.codec, parts.train.folder, place)
+    world.on_main(compare)
     for line in data.report.lines():  # such as those of dropped rows
         logger.info("%s", line)
     check_windows(parts, len(data.train), world)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
+import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,6 +19,8 @@ import psutil
 import torch
 
 from .. import __version__
+from ..checkpoint.disk.retention import origin_of
+from ..checkpoint.saving.preparation import versions
 from ..errors import RecipeError
 from ..model.loading import device
 from ..network.early import check_packages
@@ -26,6 +31,18 @@ from ..training.callbacks.launches import MAX_LINE, LaunchFiles, redacted
 from ..training.callbacks.trackers import Heartbeat, Reports, TrackerProcess, finish
 from ..training.section import TrainSection
 from ..training.trainer import Trainer
+from .surroundings import (
+    EQUAL,
+    ROUNDING,
+    VARIABLES,
+    differences,
+    hash_of_code,
+    launch_of,
+    launches_in,
+    verdict,
+)
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -53,8 +70,9 @@ def recorded(
     reports = [Reports(trackers)] if trackers else []
     record = LaunchRecord(files, [Heartbeat(files), *reports])
     try:
-        resumed_from = start and start.name
-        facts = {"ranks": world.size, "device": device().type, "resumed_from": resumed_from}
+        facts = {"ranks": world.size, "device": device().type, "resumed_from": start and start.name}
+        if start is not None and start.parent.resolve() != folder.resolve():
+            facts["resumed_from_path"] = str(start.absolute())
         files.begin(command, **facts, **machine())
         with record.before_uploads():
             yield record
@@ -73,9 +91,14 @@ class LaunchRecord:
     _error: BaseException | None = None
     _state: TrainerState | None = None  # once there is a trainer
 
-    def follow(self, trainer: Trainer) -> Trainer:
-        """The trainer is built: its saver knows the time that saves cost."""
+    def follow(self, trainer: Trainer, settings: Mapping[str, object]) -> Trainer:
+        """The trainer is built: its saver knows the time that saves cost. Record its surroundings
+        with the ``settings`` that may differ between launches, and say what a resume changes."""
         self._state = trainer.state
+        if self.callbacks:
+            now, step = observed(trainer, settings), trainer.state.global_step
+            changed = _changed(trainer, now) if step else {}
+            self.files.surroundings(start=step, **now, **changed)
         for callback in self.callbacks:
             if isinstance(callback, Heartbeat):
                 callback.blocking_seconds = lambda: trainer.saver.blocking_seconds
@@ -121,6 +144,62 @@ def machine() -> dict[str, object]:
         "surefoot": __version__,
         "torch": torch.__version__,
     }
+
+
+def observed(trainer: Trainer, settings: Mapping[str, object]) -> dict[str, object]:
+    """The surroundings of a launch on this rank, once ``trainer`` is built: what bits depend on
+    beside its recipe, base and rows; and the ``settings`` that may differ between launches."""
+    is_gpu = device().type == "cuda"
+    here: dict[str, object] = {
+        "ranks": trainer.world.size,
+        "threads": torch.get_num_threads(),
+        "processor": f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}",
+        "code": hash_of_code(),
+        "versions": versions(),
+        "variables": {n: v for n, v in sorted(os.environ.items()) if n.startswith(VARIABLES)},
+        "settings": settings,
+    }
+    if is_gpu:
+        driver = Path("/proc/driver/nvidia/version")
+        here["device"] = torch.cuda.get_device_name(device())
+        here["driver"] = driver.read_text().partition("\n")[0] if driver.is_file() else None
+    examples = trainer.windows.loader.order.examples
+    rows = {"training": getattr(examples, "fingerprint", None)}  # of a stream: none before its end
+    evals = {
+        name: getattr(each.examples, "fingerprint", None) for name, each in trainer.evals.items()
+    }
+    here["data"] = {**rows, "evaluation": evals}
+    plain: dict[str, object] = json.loads(json.dumps(here, default=str))  # as it is recorded
+    return plain
+
+
+def _processor() -> str:
+    """The model of the processor, as the system names it."""
+    with suppress(OSError):
+        names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
+        if names:
+            return str(names[0])
+    return platform.processor() or platform.machine()
+
+
+def _changed(trainer: Trainer, now: Mapping[str, object]) -> dict[str, object]:
+    """What differs from the launch that has saved the state of ``trainer``, and what that means for
+    the steps from here on; said, and for the record."""
+    start, step = trainer.saver.resumed_from, trainer.state.global_step
+    run = Path() if start is None else Path(start).parent
+    if (origin := origin_of(run)) is not None and origin[1] == step:
+        run = Path(origin[0])
+    before = launch_of(launches_in(run), step)
+    if before is None or not before.surroundings:
+        return {}
+    found = differences(before.surroundings, now)
+    is_exact = device().type != "cuda" or trainer.section.deterministic
+    means, changed = verdict(found) if is_exact else ROUNDING, [str(each) for each in found]
+    if means == EQUAL and run.resolve() != trainer.section.folder.resolve():
+        means = "by the settings of this run"  # of which its own comparison speaks
+    what = "; ".join(changed) or "nothing that bits depend on"
+    logger.info("changed since step %d: %s; from here on %s", step, what, means)
+    return {"since": step, "changed": changed, "verdict": means}
 
 
 def _check_reports(section: TrainSection) -> None:

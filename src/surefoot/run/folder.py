@@ -382,6 +382,14 @@ def hash_of_settings(section: object, *, has_plateau: bool = False) -> str:
     return digest(json.dumps(settings, sort_keys=True, default=str).encode())
 
 
+def settings_of_launches(section: object) -> dict[str, object]:
+    """The values of the settings in ``section`` that may differ between the launches of a run, and
+    on which bits depend; by their paths."""
+    free = [path for path, may in schema.changeable(section).items() if may.means]
+    values = _flat(schema.write(section), ())
+    return {path: value for path, value in values if _is_below(path, free)}
+
+
 def _flat(value: object, path: tuple[str, ...]) -> Iterator[tuple[str, object]]:
     """The plain values in ``value``, by their dotted paths."""
     if isinstance(value, Mapping):

@@ -46,6 +46,7 @@ from .folder import (
     no_choice,
     opened,
     resume_point,
+    settings_of_launches,
     uploads_of,
     with_chosen_size,
     write_recipe,
@@ -243,7 +244,7 @@ def _run(
                 listeners=() if mirror is None else (mirror,),
                 stage_parts=parts,
             )
-            launch.follow(trainer)
+            launch.follow(trainer, settings_of_launches(recipe))
             for each in callbacks:
                 if isinstance(each, LoopFollower):
                     each.follow(trainer)

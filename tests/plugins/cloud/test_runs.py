@@ -6,14 +6,17 @@ import shutil
 import signal
 import time
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
+from click.testing import CliRunner
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import commands
 from project import Project, assert_same, checkpoints, losses, start
 from surefoot.checkpoint.verification import verify
+from surefoot.cli.main import main
 from surefoot.errors import CheckpointError, RunError, SurefootError
 from surefoot.plugins.cloud.mirror import LOCK
 from surefoot.recipe.recipe import load
@@ -366,3 +369,20 @@ def test_missing_credentials_are_said(project, bucket, tmp_path, monkeypatch):
 def test_a_missing_package_is_said(project, tmp_path):
     with pytest.raises(SurefootError, match=r"pip install -e '.\[gs\]'"):
         train(project, "gs://bucket/run", tmp_path)
+
+
+def test_a_run_in_a_store_is_replayed_and_forked(project, whole, bucket, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    folder = train(project, bucket, tmp_path / "cache")
+    shutil.rmtree(folder)
+    done = CliRunner().invoke(main, ["replay", str(bucket), "--step", "4", "--to", "6"])
+    assert done.exit_code == 0, done.output
+    assert "replayed from checkpoint-3: steps 4 to 6" in done.output
+    assert "3 logged lines: equal to the bit" in done.output
+    assert "tensors: equal to the bit" in done.output
+    new = tmp_path / "new"
+    done = CliRunner().invoke(main, ["fork", str(bucket), str(new), "--step", "5"])
+    assert done.exit_code == 0, done.output
+    assert f"{new}: continues {bucket} after step 5" in done.output
+    train(SimpleNamespace(recipe=new))
+    assert_same(weights(new / "checkpoint-6"), weights(whole / "checkpoint-6"))

@@ -7,6 +7,7 @@ deletes what is pinned: the steps in ``pinned.json`` of a run.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -188,6 +189,18 @@ def pinned(root: Path) -> set[int]:
     if not isinstance(steps, list) or any(type(step) is not int for step in steps):
         raise CheckpointError(f"{path}: expected a list of steps; repair or delete it")
     return set(steps)
+
+
+ORIGIN = "origin.json"  # in the folder of a run that continues another one after one of its steps
+
+
+def origin_of(root: Path) -> tuple[str, int] | None:
+    """The folder of the run that the one in ``root`` continues, and after which step; None if it
+    continues none."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        origin = files.parse_json(files.read_inside(root, ORIGIN, _MAX_BYTES))
+        return str(origin["run"]), int(origin["step"])
+    return None
 
 
 def pin(root: Path, step: int, *, is_pinned: bool) -> set[int]:

@@ -43,6 +43,7 @@ from ..disk.retention import (
     RetentionPolicy,
     decide,
     drop_all,
+    origin_of,
     pinned,
     seconds,
 )
@@ -102,6 +103,8 @@ def _list_run(root: Path) -> list[CheckpointLine]:
     best = next(best_steps, None)  # as the latest that can be read says
     # One chain: equal to the best step, and there is one.
     lines = [replace(line, is_best=line.step == best is not None) for line, _ in rows]
+    if (origin := origin_of(root)) is not None:  # whose parent is in another folder
+        lines = [replace(x, parent=origin[0]) if x.step == origin[1] else x for x in lines]
     names = files.list_folder(root)
     return _with_disk(lines) + [_leftover(root / name) for name in names if is_leftover(name)]
 

@@ -35,7 +35,7 @@ from ...errors import DataError
 from ...log import announced
 from ...storage import files
 from ...storage.remote import default_cache
-from ..data_order import Index
+from ..data_order import Index, scrambled
 from ..example import JSON
 
 logger = logging.getLogger(__name__)
@@ -387,6 +387,9 @@ class Ragged(NamedTuple):
     offsets: Index  # [lists + 1]
 
 
+RowHashes: TypeAlias = "NDArray[np.uint64]"
+
+
 @dataclass(frozen=True)
 class EncodedStore:
     """The items of one dataset, by feature."""
@@ -432,6 +435,28 @@ class EncodedStore:
                     at = starts[:-1] - starts[0] + steps * place // _PLACES
                     part += np.where(lengths > 0, tokens[at], 0)
         return total
+
+    def row_hashes(self) -> RowHashes:
+        """[rows] A hash of the items that come from each row; 0 for a row that has none. Another
+        one if any number of its items is, or its place in them."""
+        total = np.zeros(len(self), np.uint64)
+        for name, (flat, offsets) in sorted(self.features.items()):
+            of_name = np.uint64(int(files.digest(name.encode())[:16], 16))
+            for first in range(0, len(self), SKETCHED):
+                starts = offsets[first : first + SKETCHED + 1]
+                numbers = np.ascontiguousarray(flat[int(starts[0]) : int(starts[-1])])
+                places = np.arange(len(numbers)) - np.repeat(
+                    starts[:-1] - starts[0], np.diff(starts)
+                )
+                bits = numbers.view(f"u{numbers.itemsize}").astype(np.uint64)
+                keys = scrambled(scrambled(places.astype(np.uint64) ^ of_name) + bits)
+                sums = np.concatenate([[np.uint64(0)], np.cumsum(keys, dtype=np.uint64)])
+                ends = sums[starts - starts[0]]
+                total[first : first + SKETCHED] += ends[1:] - ends[:-1]  # modulo 2 ** 64
+        hashes = np.zeros(int(self.rows[-1]) + 1 if len(self) else 0, np.uint64)
+        order = np.arange(len(self)) - np.searchsorted(self.rows, self.rows)  # of items of one row
+        np.add.at(hashes, self.rows, scrambled(total + order.astype(np.uint64)))
+        return hashes
 
 
 def num_tokens(features: Features) -> int:

@@ -392,6 +392,11 @@ class Codec:
                 "response and the next turn, so the model would not learn to stop; switch it off"
             )
 
+    @property
+    def template_text(self) -> str:
+        """The chat template as it is written; empty without one."""
+        return "" if self._template is None else self._template.source
+
     @cached_property
     def template(self) -> Template:
         """The chat template of this codec."""

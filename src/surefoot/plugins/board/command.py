@@ -36,7 +36,7 @@ ROOT = click.Path(path_type=Path, exists=True, file_okay=False, resolve_path=Tru
 _MAX_OPEN = 512  # connections at a time; a page has up to six
 _STYLES = {"running": "green", "complete": "", "failed": "red", "died": "red", "gone": "red"}
 _NUMBERS = ("step", "loss", "metric", "tokens/s")
-_OPTIONAL = ("tokens/s", "metric")
+_OPTIONAL = ("tokens/s", "metric", "last resume", "continues")
 _WATCHED = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second")
 _MAX_WATCHED = 8  # runs
 _POINTS = 2000  # of a curve
@@ -197,6 +197,8 @@ def _columns(rows: Sequence[Row]) -> dict[str, list[Text]]:
         "run": [cell(row["name"] if row["run"] == "." else row["run"]) for row in rows],
         "state": [Text(row["state"], style=_STYLES.get(row["state"], "yellow")) for row in rows],
         **{name: [cell(text) for text in texts] for name, texts in cells.items()},
+        "continues": [cell(row.get("begins_with") or "") for row in rows],
+        "last resume": [cell(row["change"] or "") for row in rows],
     }
 
 
@@ -349,6 +351,8 @@ def _facts(row: Row) -> Iterator[Text]:
     state.append(one_line(row["name"]), style="bold")
     state.append(f"  {row['state']}", style=_STYLES.get(row["state"], "yellow"))
     yield state.append(f" ({one_line(row['because'])})" if row["because"] else "", style="dim")
+    if row.get("change"):
+        yield Text(one_line(row["change"]), no_wrap=True, overflow="crop")
     if row["problem"]:
         yield Text(one_line(row["problem"]), "red", no_wrap=True, overflow="crop")
     step, total = row.get("step"), row.get("max_steps")

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...checkpoint.disk.retention import origin_of
 from ...errors import SurefootError
 from ...recipe.files import RUN_RECIPE, read_text
 from ...recipe.yaml import parse
@@ -64,6 +65,18 @@ class RunState:
     end: Mapping[str, object] | None = None  # its end
     heartbeat: Mapping[str, object] | None = None
     process: Mapping[str, object] | None = None  # of a run that is running, if it is known
+    surroundings: Mapping[str, object] | None = None  # of the last launch
+
+    @property
+    def change(self) -> str | None:
+        """What the last launch has changed, and what that means for its steps; None if it resumed
+        nothing, or has not recorded it."""
+        record = self.surroundings or {}
+        step, changed, means = (record.get(name) for name in ("since", "changed", "verdict"))
+        if not isinstance(step, int) or not isinstance(changed, list):
+            return None
+        what = "; ".join(map(str, changed)) or "nothing has changed"
+        return f"since step {step:,}: {what}; {means}"
 
 
 def state_of(folder: Path) -> RunState:
@@ -75,6 +88,7 @@ def state_of(folder: Path) -> RunState:
             last = {}
         last[row.get("event")] = row
     start, launch, end = (last.get(event) for event in ("start", "launch", "end"))
+    surroundings = last.get("surroundings")
     try:
         heartbeat = parsed(files.read_inside(folder, HEARTBEAT, MAX_SMALL))
     except OSError:
@@ -99,7 +113,7 @@ def state_of(folder: Path) -> RunState:
         name, evidence = "died", "no_end"
     else:
         name, evidence = "ended", "no_record"
-    return RunState(name, evidence, launch, end, heartbeat, process)
+    return RunState(name, evidence, launch, end, heartbeat, process, surroundings)
 
 
 def has_begun(folder: Path) -> bool:
@@ -173,6 +187,7 @@ class Summaries:
             "because": EVIDENCE[state.evidence],
             "launch": state.launch,
             "end": state.end,
+            "change": state.change,
             "silent_seconds": silent,
             "is_stalled": is_running and silent is not None and silent > _STALLED,
             "has_begun": is_begun,
@@ -207,7 +222,10 @@ class Summaries:
             values = sections.get(section)
             return str(values.get(name) or "") if isinstance(values, dict) else ""
 
-        resume = setting("checkpoint", "resume").removeprefix(f"{self.root}/")
+        resume = setting("checkpoint", "resume")
+        if (origin := origin_of(folder)) is not None:
+            resume = f"{origin[0]}/checkpoint-{origin[1]}"
+        resume = resume.removeprefix(f"{self.root}/")
         return {
             "model": setting("model", "path").rstrip("/").rpartition("/")[2],
             "stage": _variant(sections.get("stage")),

@@ -1,8 +1,8 @@
 """The launches of a run: who trains it, how far it is, and how each launch ended; how one is
 started as a process of its own, and how another process follows what it writes, without secrets.
 
-launches.jsonl    appended: one line when a launch begins, one for each log, one for each slow rank,
-                  one when it ends
+launches.jsonl    appended: one line when a launch begins, one with its surroundings, one for each
+                  log, one for each slow rank, one when it ends
 .heartbeat.json   replaced about every second: the step, and the process that takes it
 .stop             created by whoever wants the run to stop; removed by the launch that does so
 
@@ -96,6 +96,10 @@ class LaunchFiles:
                 file.write(json.dumps({**heartbeat, **process(), **facts}).encode())
             aside.replace(path)
         return True
+
+    def surroundings(self, **facts: object) -> None:
+        """What the bits of the launch depend on, once its data and model are open."""
+        self._append("surroundings", **facts)
 
     def log(self, **facts: object) -> None:
         """What a log has of this machine: memory, and time lost to saves."""

@@ -68,13 +68,13 @@ class Jsonl(TrainerCallback):
         self, args: Context, state: TrainerState, control: TrainerControl, logs: Metrics
     ) -> None:
         """Append one line, unless it already exists."""
-        record = _strict(logs)
-        key = _key(record)
+        record = strict(logs)
+        key = key_of(record)
         if key in self._lines:
             offset, old = self._lines[key]
             # The file keeps the first figures of the clock, so that trackers that follow it need
             # not send a line twice.
-            if _repeatable(old) == _repeatable(record):
+            if repeatable(old) == repeatable(record):
                 return
             os.truncate(self.path, offset)
             self._lines = {k: line for k, line in self._lines.items() if line[0] < offset}
@@ -95,7 +95,16 @@ def restore(path: Path, history: Sequence[Metrics]) -> Lines:
         if (text := b"".join(lines)) != content:
             write_aside(path, text)
     offsets = itertools.accumulate((len(line) for line in lines), initial=0)
-    return {_key(r): (at, r) for at, r in zip(offsets, records, strict=False)}
+    return {key_of(r): (at, r) for at, r in zip(offsets, records, strict=False)}
+
+
+def lines_of(path: Path, history: Sequence[Metrics] = ()) -> dict[Key, Record]:
+    """The records of the file at ``path``, and those of a run's ``history`` that it lacks, in the
+    order of steps; nothing is written."""
+    with raising(RunError, "metrics"):
+        content = path.read_bytes() if path.exists() else b""
+    records = [strict(record) for record in history if "step" in record] + [*_records(content)]
+    return dict(sorted({key_of(record): record for record in records}.items()))
 
 
 def _records(content: bytes) -> Iterator[Record]:
@@ -110,18 +119,19 @@ def _records(content: bytes) -> Iterator[Record]:
 def _restored(from_file: Sequence[Record], history: Sequence[Metrics]) -> list[Record]:
     """The records of the run's log so far, and those ``from_file`` that it does not have. Of equal
     ones that of the file stays: the clock's figures are those of the first time."""
-    unlogged = {_key(record): record for record in from_file}
-    logged = [_strict(record) for record in history if "step" in record]
-    records = [_first(unlogged.pop(_key(record), None), record) for record in logged]
-    return sorted([*records, *unlogged.values()], key=_key)
+    unlogged = {key_of(record): record for record in from_file}
+    logged = [strict(record) for record in history if "step" in record]
+    records = [_first(unlogged.pop(key_of(record), None), record) for record in logged]
+    return sorted([*records, *unlogged.values()], key=key_of)
 
 
 def _first(from_file: Record | None, logged: Record) -> Record:
-    is_same = from_file is not None and _repeatable(from_file) == _repeatable(logged)
+    is_same = from_file is not None and repeatable(from_file) == repeatable(logged)
     return from_file if from_file is not None and is_same else logged
 
 
-def _strict(record: Metrics) -> Record:
+def strict(record: Metrics) -> Record:
+    """The record as its line has it."""
     return {name: _finite(value) for name, value in record.items()}
 
 
@@ -135,11 +145,13 @@ def _parse(line: bytes) -> Record | None:
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
-def _key(record: Mapping[str, object]) -> Key:
+def key_of(record: Mapping[str, object]) -> Key:
+    """The step of a record, and whether it is of an evaluation."""
     return int(str(record["step"])), "loss" not in record
 
 
-def _repeatable(record: Mapping[str, object]) -> dict[str, object]:
+def repeatable(record: Mapping[str, object]) -> dict[str, object]:
+    """What of a record another computation of its step has, too: nothing of the clock."""
     return {
         name: value
         for name, value in record.items()
