@@ -120,21 +120,18 @@ def _read(
 ) -> Example | BrokenRow:
     try:
         unread = [name for name in names if row[name] not in EMPTY]
-        example, flags = flagged(parse_row(entry.format, row), entry, row, unread)
+        origin, mark = f"{entry.name}:{index}", unread_mark(entry, row)
+        example, flags = flagged(parse_row(entry.format, row, origin, mark), entry, row, unread)
         columns = [name for name in unread if name not in flags]
-        return replace(
-            example,
-            origin=f"{entry.name}:{index}",
-            unread_mark=unread_mark(entry, row),
-            unread=(*columns, *_inside(example, entry.format, reading, entry.named, columns)),
-        )
+        keys = (*columns, *_inside(example, entry.format, reading, entry.named, columns))
+        return example if keys == example.unread else replace(example, unread=keys)
     except DataError as error:
         return BrokenRow(index, str(error), isinstance(error, NothingToLearnError))
 
 
-def parse_row(form: Format, row: Row) -> Example:
+def parse_row(form: Format, row: Row, origin: str = "", mark: str | None = None) -> Example:
     """A row as its format reads it, without the nulls of a columnar file, and with what it gives
-    the chat template. Raises ``DataError``."""
+    the chat template; ``mark`` is its ``unread_mark``. Raises ``DataError``."""
     # NaN is what pandas writes for a value that is missing.
     if any(isinstance(value, float) and isnan(value) for value in row.values()):
         row = {n: None if isinstance(v, float) and isnan(v) else v for n, v in row.items()}
@@ -147,6 +144,8 @@ def parse_row(form: Format, row: Row) -> Example:
         notes=tuple(notes),
         template_arguments=arguments,
         unread=tuple(plain.unread),
+        origin=origin,
+        unread_mark=mark,
     )
 
 
