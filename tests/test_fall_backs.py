@@ -38,6 +38,7 @@ ANSWERS = {  # what is caught there is an answer, or said by others; no slower w
     "data/text/templates/render.py: _leaves_out": "likewise",
     "data/text/templates/render.py: closing_token": "likewise; said if there is none",
     "data/text/templates/render.py: writes_it": "likewise",
+    "data/text/templates/render.py: _compiled": "invalid Jinja, which the next call says",
     "data/text/tool_calls.py: parse_tool_calls": "counted as broken",
     "model/base_identity.py: _indexed": "no index: files by their names",
     "run/code_files.py: _modules": "said where the file is run",

@@ -126,24 +126,23 @@ def _read(
 ) -> Example | BrokenRow:
     try:
         unread = [name for name in names if row[name] not in EMPTY]
-        example, flags = flagged(parse_row(entry.format, row), entry, row, unread)
+        origin, mark = f"{entry.name}:{index}", unread_mark(entry, row)
+        example, flags = flagged(parse_row(entry.format, row, origin, mark), entry, row, unread)
         columns = [name for name in unread if name not in flags]
-        return replace(
-            example,
-            notes=(*example.notes, *_notes_of_boxes(example, reading)),
-            origin=f"{entry.name}:{index}",
-            unread_mark=unread_mark(entry, row),
-            unread=(*columns, *_inside(example, entry.format, reading, entry.named, columns)),
-        )
+        keys = (*columns, *_inside(example, entry.format, reading, entry.named, columns))
+        notes = (*example.notes, *_notes_of_boxes(example, reading))
+        if keys == example.unread and notes == example.notes:
+            return example
+        return replace(example, unread=keys, notes=notes)
     except DataError as error:
         return BrokenRow(index, str(error), isinstance(error, NothingToLearnError))
     except Exception as error:  # of a format's code, which meets values that nobody has foreseen
         return BrokenRow(index, f"cannot be read ({type(error).__name__}: {first_line(error)})")
 
 
-def parse_row(form: Format, row: Row) -> Example:
+def parse_row(form: Format, row: Row, origin: str = "", mark: str | None = None) -> Example:
     """A row as its format reads it, without the nulls of a columnar file, and with what it gives
-    the chat template. Raises ``DataError``."""
+    the chat template; ``mark`` is its ``unread_mark``. Raises ``DataError``."""
     # NaN is what pandas writes for a value that is missing.
     if any(isinstance(value, float) and isnan(value) for value in row.values()):
         row = {n: None if isinstance(v, float) and isnan(v) else v for n, v in row.items()}
@@ -156,6 +155,8 @@ def parse_row(form: Format, row: Row) -> Example:
         notes=tuple(notes),
         template_arguments=arguments,
         unread=tuple(plain.unread),
+        origin=origin,
+        unread_mark=mark,
     )
 
 

@@ -57,7 +57,9 @@ MAX_WHOLE = 1 << 10  # bytes
 logger = logging.getLogger(__name__)
 
 BATCH = 256  # examples that are encoded together
-AHEAD = 2  # batches that are under way: while one is in the Rust tokenizer, another is rendered
+# Batches that are under way beside the one that is waited for: while two of them are in the Rust
+# tokenizer, the third is rendered. The ends of a stream's shards follow from this number.
+AHEAD = 2
 REPORT_SECONDS = 10.0
 Encode = Callable[[Sequence[Example]], list[Encoded]]
 Row = Example | BrokenRow
@@ -242,10 +244,9 @@ class Encoder:
         # Threads, as the Rust tokenizer lets go of the interpreter: on two cores, two processes
         # gave 0.98 of the rows per second of one, and each cost 2.7 CPU seconds to start
         # (decisions/0037).
-        with ThreadPoolExecutor(AHEAD) as pool:
-            for encoded in _ahead(
-                pool, self.encoded, self._batches(rows, max_rows, max_tokens, shares)
-            ):
+        with ThreadPoolExecutor(AHEAD + 1) as pool:
+            batches = self._batches(rows, max_rows, max_tokens, shares)
+            for encoded in _ahead(pool, self.encoded, batches):
                 self._add(encoded, writer)
         if shares is None or not shares.are_ready() or rows.is_at_end():
             return self.report

@@ -94,12 +94,14 @@ def label_responses(
     spans = [(response.start, response.end) for response in in_text]
     bounds = tokenization.bounds(tokens, rendered.text, spans, behind_prompt=True)
     answers = [pair for pair in bounds if pair]
-    placed = {response for response, pair in zip(in_text, bounds, strict=True) if pair}
-    separate = [
-        _label_alone(response, rendered, tokenization)
-        for response in rendered.responses
-        if response not in placed
-    ]
+    separate: list[LabeledSequence] = []
+    if len(answers) < len(rendered.responses):
+        placed = {response for response, pair in zip(in_text, bounds, strict=True) if pair}
+        separate = [
+            _label_alone(response, rendered, tokenization)
+            for response in rendered.responses
+            if response not in placed
+        ]
     trained = [*answers, *_token_bounds(rendered.trained, rendered, tokens, tokenization)]
     if not trained:
         return separate

@@ -182,7 +182,7 @@ class Tokenization:
         time."""
         if self._unnormalized is None:
             return iter(self._rust.encode_batch_fast(texts, add_special_tokens=False))
-        is_inert = [_INERT.fullmatch(text) is not None for text in texts]
+        is_inert = [text.isascii() or _INERT.fullmatch(text) is not None for text in texts]
         encoded = {}
         for rust, which in ((self._unnormalized, True), (self._rust, False)):
             part = [text for text, each in zip(texts, is_inert, strict=True) if each is which]

@@ -175,8 +175,7 @@ class Codec:
         if self.section.train_on_prompt:
             sequences = [label_text(rendered, tokens, self._chat)]
         else:
-            last_ends = self.tokenizer.convert_tokens_to_ids([*self.template.last_ends])
-            sequences = label_responses(rendered, tokens, self._chat, last_ends)
+            sequences = label_responses(rendered, tokens, self._chat, self._last_ends)
         sequences = [sequence for sequence in sequences if sequence.num_trained_tokens]
         if not sequences:
             return NOTHING
@@ -492,7 +491,7 @@ class Codec:
         message = render.with_opening(message, words)
         if self.section.enable_thinking is False:
             return render.without_thought(message, words)
-        if self._renderer.thoughts_field and self._chat.spells_control(words):
+        if self._renderer.thoughts_field and self._has_control_thoughts:
             # In the content, words that a message spells are plain text.
             return render.split_thought(message, words)
         return message
@@ -529,6 +528,16 @@ class Codec:
         written = self._renderer.written_tokens()
         media = () if self.media is None else self.media.processor.control
         return Tokenization(self.tokenizer, {*written, *self.template.stop, *self._ends, *media})
+
+    @cached_property
+    def _last_ends(self) -> list[int]:
+        """The ids of the template's ``last_ends``."""
+        return list(self.tokenizer.convert_tokens_to_ids([*self.template.last_ends]))
+
+    @cached_property
+    def _has_control_thoughts(self) -> bool:
+        """Whether the words around a thought are control tokens."""
+        return self._chat.spells_control(self.template.thoughts)
 
     @cached_property
     def _documents(self) -> tuple[Tokenization, list[int], list[int]]:

@@ -27,6 +27,8 @@ def with_pictures(
     parts without a picture of their own, or, if there are none, before the first question, as TRL
     has it. Raises ``DataError``: there are more or fewer of them."""
     value = row.get(column) if column else None
+    if value is None and not any(message.media for message in messages):
+        return messages  # as nearly always
     if isinstance(value, str) and value.startswith("["):  # of a CSV file
         with suppress(DataError):  # a path
             value = from_json(value, f"column {column!r}")

@@ -53,7 +53,9 @@ def mark_unread(row: Row, value: JSON, read: Collection[str], of: str) -> None:
 def text(row: Row, column: str | None) -> str | None:
     """The text of a column, None if it is absent."""
     value = _value(row, column)
-    return None if value is None else as_text(value, f"column {column!r}")
+    if value is None or (isinstance(value, str) and value.isascii()):  # as nearly always
+        return value
+    return as_text(value, f"column {column!r}")
 
 
 def as_text(value: object, where: str) -> str:

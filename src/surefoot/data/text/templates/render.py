@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from inspect import signature
+from itertools import repeat
 from typing import cast
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ....errors import TemplateError
+from ....log import fell_back
 from ...example import JSON, MEDIUM, THOUGHT_KEYS, Dicts, Message, Spans
 
 Words = tuple[str, str]  # before and after a thought
@@ -24,6 +27,9 @@ Probe = Mapping[str, list[dict[str, object]]]  # "messages", "tools"
 
 _SHOWN = 20  # characters of a message that are looked for in its text
 _MANY = 40  # messages, of which short ones, that may stand in another one, are not counted
+_PLAIN = frozenset((str, int, float, bool, type(None)))
+_PARAMETERS = signature(render_jinja_template).parameters  # of which a template may have none
+_THOUGHTS = frozenset(THOUGHT_KEYS)  # which transformers gives a template by other names, too
 _WORD = re.compile(r"\w+")
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TOOL: dict[str, object] = {
@@ -90,6 +96,7 @@ class Renderer:
         self._written: dict[tuple[str, str], bool] = {}  # see ``writes``
         names = dict(tokenizer.special_tokens_map)
         self._names: dict[str, object] = {**names}
+        self._has_plain_names = _are_plain_names(self._names)
         added = tokenizer.added_tokens_decoder.values()
         self._special = {token.content for token in added if token.special}
         self._added = self._special | {t.content for t in added if _is_markup(t.content)}
@@ -98,6 +105,7 @@ class Renderer:
         """The same template with further arguments."""
         renderer = copy(self)
         renderer._names = {**self._names, **arguments}
+        renderer._has_plain_names = _are_plain_names(renderer._names)
         return renderer
 
     def render(self, messages: Dicts, tools: Dicts | None = None, *, prompt: bool = False) -> str:
@@ -115,14 +123,15 @@ class Renderer:
         drop what it says, which is a thought there; responses that are trained are compared
         in full where they are located."""
         contents = [answer_in(str(message["content"])).strip() for message in messages]
-        counts, at = Counter(contents), 0
+        at = 0
         for index, (message, content) in enumerate(zip(messages, contents, strict=True)):
             words = content.partition(MEDIUM)[0][:_SHOWN].rstrip() or content[-_SHOWN:]
             if not words or MEDIUM in words or message.get("tool_calls"):
                 continue
             start = text.find(words, at)  # behind the one before, where most are
             at, is_there = (at, words in text) if start < 0 else (start, True)
-            if (len(content) < _SHOWN or counts[content] > 1) and len(messages) < _MANY:
+            is_twice = len(messages) < _MANY and contents.count(content) > 1
+            if is_twice or (len(content) < _SHOWN and len(messages) < _MANY):
                 is_there = text.count(words) >= sum(each.count(words) for each in contents)
             if not is_there and self._leaves_out(messages, tools, index):
                 raise TemplateError(
@@ -226,15 +235,44 @@ class Renderer:
     ) -> tuple[str, Spans]:
         """Run the template; contents are lists (``in_parts``) if it needs that."""
         always = self.needs_parts if in_parts is None else in_parts
+        chat = [self._in_parts(message, always=always) for message in messages]
+        schemas = list(tools) if tools else None
+        is_plain = self._has_plain_names and _is_plain(chat) and _is_plain(schemas)
+        has_thoughts = not all(map(_THOUGHTS.isdisjoint, chat))
+        compiled = self._compiled if is_plain and not has_thoughts else None
+        return self._write(compiled, chat, schemas, prompt=prompt, marks=marks)
+
+    def _write(
+        self,
+        compiled: jinja2.Template | None,
+        chat: Dicts,
+        tools: Dicts | None,
+        *,
+        prompt: bool = False,
+        marks: bool = False,
+    ) -> tuple[str, Spans]:
+        """Run the template: as it is compiled, or through ``render_jinja_template``."""
         try:
-            texts, spans = render_jinja_template(
-                [[self._in_parts(message, always=always) for message in messages]],
-                tools=list(tools) if tools else None,
-                chat_template=self.source,
-                add_generation_prompt=prompt,
-                return_assistant_tokens_mask=marks,
-                **self._names,
-            )
+            if compiled is None:
+                texts, spans = render_jinja_template(
+                    [chat],
+                    tools=tools,
+                    chat_template=self.source,
+                    add_generation_prompt=prompt,
+                    return_assistant_tokens_mask=marks,
+                    **self._names,
+                )
+                return cast(str, texts[0]), list(spans[0]) if spans else []
+            given = {"messages": chat, "tools": tools, "documents": None}
+            variables = {**self._names, **given, "add_generation_prompt": prompt}
+            if not marks:
+                return compiled.render(variables), []
+            blocks: list[str] = []
+            bounds: Spans = []
+            with compiled.environment.activate_tracker(blocks, bounds):  # type: ignore[attr-defined]
+                for block in compiled.generate(variables):
+                    blocks.append(block)  # noqa: PERF402 - the tracker reads them meanwhile
+            return "".join(blocks), bounds
         except jinja2.TemplateSyntaxError as error:
             where = f"line {error.lineno}: {str(error.message).removesuffix('.')}"
             raise TemplateError(f"the chat template is not valid Jinja, {where}") from error
@@ -245,7 +283,34 @@ class Renderer:
         except Exception as error:  # a template is a program: it may raise whatever Python does
             what = f"{type(error).__name__}: {_said(error)}".removesuffix(": ")
             raise TemplateError(f"the chat template fails on this conversation: {what}") from error
-        return cast(str, texts[0]), list(spans[0]) if spans else []
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template | None:
+        """The template, to be run as it is; None if some probe is not written as it is through
+        ``render_jinja_template``, which takes twice the time to copy what is plain data."""
+        try:
+            compiled = _compile(self.source)
+        except jinja2.TemplateError:  # as ``render_jinja_template`` will say
+            return None
+        cases = [(probe, False) for probe in (*PROBES.values(), _WITH_TOOLS)]
+        cases += [(probe, True) for probe, _ in cases if self.has_marks]
+        if compiled is not None and all(self._is_same(compiled, *case) for case in cases):
+            return compiled
+        why = "this transformers does more around a template than copying, or has moved it"
+        fell_back("conversations are rendered by its own function", why, "takes twice the time")
+        return None
+
+    def _is_same(self, compiled: jinja2.Template, probe: Probe, marks: bool) -> bool:
+        """Whether the compiled template writes a probe as ``render_jinja_template`` does."""
+        results: list[object] = []
+        for each in (compiled, None):
+            try:
+                results.append(
+                    self._write(each, probe["messages"], probe.get("tools"), marks=marks)
+                )
+            except TemplateError as error:
+                results.append(str(error))
+        return results[0] == results[1]
 
     @cached_property
     def needs_parts(self) -> bool:
@@ -287,6 +352,36 @@ class Renderer:
             parts += [{"type": "image"}] if number else []
             parts += [{"type": "text", "text": words}] if words else []
         return {**message, "content": parts or [{"type": "text", "text": ""}]}
+
+
+@lru_cache
+def _compile(source: str) -> jinja2.Template | None:
+    """A template as transformers compiles it, with its globals in one dict: Jinja has them in a
+    chain, which it walks for every row. None if it is compiled elsewhere."""
+    compile_source = getattr(chat_template_utils, "_compile_jinja_template", lambda _: None)
+    if (compiled := compile_source(source)) is None:
+        return None
+    template: jinja2.Template = object.__new__(jinja2.Template)  # its class makes no copies
+    vars(template).update({**vars(compiled), "globals": dict(compiled.globals)})
+    return template
+
+
+def _is_plain(value: object, depth: int = 50) -> bool:
+    """Whether a value is of JSON's types, and none of their subclasses, whose code a template could
+    run; and no deeper than that a copy is sure to be made."""
+    kind = type(value)
+    if kind is dict:
+        members = cast(dict[object, object], value)
+        is_named = {*map(type, members)} <= {str}
+        return is_named and depth > 0 and all(map(_is_plain, members.values(), repeat(depth - 1)))
+    if kind is list:
+        return depth > 0 and all(map(_is_plain, cast(list[object], value), repeat(depth - 1)))
+    return kind in _PLAIN
+
+
+def _are_plain_names(names: Mapping[str, object]) -> bool:
+    """Whether a template gets ``names`` as they are through ``render_jinja_template``, too."""
+    return _is_plain(names) and names.keys().isdisjoint((*_PARAMETERS, "messages"))
 
 
 def _said(error: Exception) -> str:
@@ -361,8 +456,10 @@ def split_thought(message: Message, words: Words) -> Message:
 def lone_close(message: Message, words: Words) -> re.Match[str] | None:
     """The closing word of a response's thought that has no opening word; None if there is none, or
     if it is quoted."""
-    first, last = (word.strip() for word in words)
-    if message.role != "assistant" or message.reasoning or last not in message.content:
+    if message.role != "assistant" or message.reasoning:
+        return None
+    first, last = words[0].strip(), words[1].strip()
+    if last not in message.content:
         return None
     closing = re.search(rf"(?<![`'\"“‘(]){re.escape(last)}", message.content)
     return None if closing is None or first in message.content[: closing.start()] else closing
