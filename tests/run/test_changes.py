@@ -16,8 +16,8 @@ from project import Project, checkpoints, final_weights, losses
 from surefoot.errors import ModelError, RecipeError, RunError, SurefootError
 from surefoot.optim import OPTIMIZERS
 from surefoot.optim._variants.adamw import AdamW
-from surefoot.recipe.changes import compare_with_checkpoint, refuse_in_own, say
-from surefoot.recipe.recipe import changes, greater_is_better, read
+from surefoot.recipe.changes import changes, compare_with_checkpoint, refuse_in_own, say
+from surefoot.recipe.recipe import greater_is_better, read
 from surefoot.schema import FROM_HERE, KEPT
 from surefoot.training.callback import TrainerState
 from surefoot.training.evaluation import settle_best
@@ -50,7 +50,9 @@ def outcomes(before, now, tmp_path, caplog):
     """What is said in the run's own folder, and of its checkpoint in a new one."""
     found, said = changes(before, now), []
     own = (lambda: refuse_in_own(found, "run"), lambda: say(found, "the last start"))
-    new = (lambda: compare_with_checkpoint(tmp_path, before, now, "model.adapter"),)
+    new = (
+        lambda: compare_with_checkpoint(tmp_path, before, now, now.train.folder, "model.adapter"),
+    )
     for steps in (own, new):
         caplog.clear()
         try:

@@ -40,7 +40,7 @@ READERS = {
 }
 READERS |= {"use/estimate/plan", "use/model_loading", "use/run_evaluation"}
 IMPORTERS = {"recipe/prediction", "recipe/recipe_data", "use/_model_location", "use/estimate/plan"}
-IMPORTERS |= {"use/model_loading", "use/run_evaluation", "recipe/changes"}
+IMPORTERS |= {"use/model_loading", "use/run_evaluation"}
 TAKERS = 20  # functions of ``run`` with a recipe as a parameter
 SECTIONS = {field.name for field in dataclasses.fields(Recipe)}
 

@@ -13,7 +13,7 @@ import os
 import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -33,7 +33,6 @@ from ..schema import (
     FREE,
     ROUNDS,
     Keys,
-    MayChange,
     Problem,
     UnsetText,
     Variants,
@@ -46,7 +45,6 @@ from ..schema import (
 from ..schema.locations import DatasetReference, FunctionPath, ModelPath, locate
 from ..stages import STAGES
 from ..storage.child import LAUNCHER
-from ..storage.files import is_one_place
 from ..storage.remote import MODELSCOPE, OPENMIND, is_address, is_switched_on
 from ..training.section import TrainSection
 from ..training.stage import Stage, is_greater_better, metrics_of
@@ -418,82 +416,6 @@ def refuse_unknown_metric(recipe: Recipe) -> None:
 def dump(recipe: Recipe) -> str:
     """The recipe as YAML with all settings; ``load`` returns an equal recipe."""
     return emit(schema.write(recipe))
-
-
-def changes(old: Recipe, new: Recipe) -> list[RecipeChange]:
-    """The settings whose values differ, in the order of the recipe."""
-    return list(_changes(old, new, ()))
-
-
-@dataclass(frozen=True)
-class RecipeChange:
-    """A setting whose value has changed."""
-
-    path: str
-    old: object
-    new: object
-    may: MayChange | None = field(default=None, compare=False)  # what it means on a resume
-    is_kept: bool = field(default=False, compare=False)  # whether none takes another one
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.old} -> {self.new}"
-
-
-def _changes(
-    old: object, new: object, path: schema.Keys, may: MayChange | None = None
-) -> Iterator[RecipeChange]:
-    cls: type = type(old)
-    for name, setting in schema.settings(cls).items():
-        before, after, here = getattr(old, name), getattr(new, name), (*path, name)
-        means, kept = setting.may_change or may, setting.kept
-        if setting.choices is not None:
-            was, is_now = (schema.variant_name(setting.choices, each) for each in (before, after))
-            if was != is_now:
-                # Another optimizer's moments, another method's weights, another stage's rows.
-                yield RecipeChange(schema.dotted(here), was, is_now, means, means is None)
-                continue
-            here = (*here, was)
-        if schema.is_section(before):
-            yield from _changes(before, after, here, means)
-            continue
-        if kept and kept.value:
-            is_same = kept.value(old) == kept.value(new)
-        else:
-            is_same = _is_same(before, after)
-        if not is_same:
-            values = [schema.write_setting(setting, each) for each in (before, after)]
-            if kept and kept.value and values[0] == values[1]:  # unset, and follows another one
-                values = [kept.value(old), kept.value(new)]
-            old_value, new_value = values
-            place = schema.dotted(here)
-            yield RecipeChange(place, old_value, new_value, means, kept is not None)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two values are equal, or two names of one file or folder: a home may be reached by a
-    link, or be mounted twice."""
-    if one == other or type(one) is not type(other):
-        return bool(one == other)
-    inside, beside = _parts(one), _parts(other)
-    if inside is not None and beside is not None:
-        return len(inside) == len(beside) and all(map(_is_same, inside, beside))
-    if not isinstance(one, str | Path) or not Path(one).is_absolute():
-        return False
-    return is_one_place(Path(one), Path(other))
-
-
-def _parts(value: Any) -> Sequence[Any] | None:
-    """What a value consists of that may have a path in it; None of a plain one."""
-    if isinstance(value, FunctionPath):
-        return value.name, value.file
-    if isinstance(value, DatasetReference):
-        return str(value), value.source
-    if isinstance(value, Mapping):
-        return [part for key in sorted(value) for part in (key, value[key])]
-    if schema.is_section(value):
-        cls: type = type(value)
-        return [getattr(value, name) for name in settings(cls)]
-    return value if isinstance(value, tuple) else None
 
 
 # Rules between sections. What one can know of itself it checks in its own __post_init__.

@@ -27,7 +27,7 @@ from ..checkpoint.verification import (
     wait_for_orphans,
 )
 from ..data.order.micro_batches import fitting_micro_batch
-from ..errors import CheckpointError, RunError, SurefootError, explain
+from ..errors import CheckpointError, RecipeError, RunError, SurefootError, explain
 from ..extensions import Extended
 from ..log import fell_back
 from ..parallel.section import launched
@@ -253,6 +253,19 @@ def write_recipe(folder: RunFolder, resolved: str) -> None:
         write_aside(folder.path / RUN_RECIPE, text)
     if folder.away is not None:
         folder.away.write(RUN_RECIPE, text)
+
+
+def recipe_of(checkpoint: Path) -> Recipe | None:
+    """The recipe in a checkpoint of Surefoot; None if it has none, as one that another loop saved,
+    or one that this version cannot read."""
+    if not (checkpoint / RUN_RECIPE).is_file():
+        return None
+    try:
+        return load(checkpoint)
+    except RecipeError as error:
+        reason = str(error).partition("\n")[0]
+        logger.warning("%s: its settings are not compared: %s", checkpoint.name, reason)
+        return None
 
 
 def no_choice(recipe: Recipe, _world: World) -> int:

@@ -33,7 +33,7 @@ from ..network.early import refuse_early
 from ..optim.optimizer import Optimizer
 from ..parallel.section import ParallelSection
 from ..parallel.world import World
-from ..recipe.changes import compare_with_checkpoint, recipe_of
+from ..recipe.changes import compare_with_checkpoint
 from ..recipe.recipe import Recipe, dump, greater_is_better, refuse_unknown_metric, with_metric
 from ..recipe.recipe_data import (
     build_codec,
@@ -54,7 +54,7 @@ from ._encoder_worker import EncoderWorker
 from .bases import find_bases
 from .code_files import NAME as CODE
 from .code_files import check_code, code_of
-from .folder import hash_of_settings
+from .folder import hash_of_settings, recipe_of
 from .foreign_resume import ForeignTrainer, detect_trainer
 from .from_python import AS_IN_THE_RECIPE, StageParts
 from .models import NO_FOLDERS, ModelParts, RunModels, refuse_other_tokens
@@ -96,7 +96,7 @@ class Start:
             before = replace(recipe, optim=optim, method=method)
         weights = "model.path" if recipe.method.saves_base_model else "model.adapter"
         if before is not None:
-            compare_with_checkpoint(self.folder, before, recipe, weights)
+            compare_with_checkpoint(self.folder, before, recipe, recipe.train.folder, weights)
 
     def restore(self, trainer: Trainer, base: Path) -> None:
         """Give ``trainer`` the states of the checkpoint."""

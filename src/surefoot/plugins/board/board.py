@@ -13,8 +13,9 @@ from typing import Any
 
 from ...checkpoint.looking.listing import added, stored
 from ...errors import RecipeError, RunError
+from ...recipe.changes import changes
 from ...recipe.files import RUN_RECIPE, read_text
-from ...recipe.recipe import changes, load_text
+from ...recipe.recipe import load_text
 from ...run.goodput import ledger_of
 from ...storage.files import open_inside, size_of
 from ...training.callbacks.launches import LOG
