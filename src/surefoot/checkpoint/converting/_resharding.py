@@ -38,7 +38,7 @@ _CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class Resharding:
-    """What to write, from which sources, and its size. Nothing is written yet."""
+    """What to write, and from which sources. Nothing is written yet."""
 
     folder: Path
     manifest: Manifest
@@ -47,12 +47,6 @@ class Resharding:
     sources: Mapping[str, TensorSource]  # by role
     shards: Sequence[Shard]
     small: Mapping[str, bytes]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors written."""
-        entries = (e for shard in self.shards for e in shard.plan.header.entries.values())
-        return sum(entry.num_bytes for entry in entries)
 
 
 @only_new_collected()
@@ -87,21 +81,6 @@ def reshard(
     refuse_existing(path)
     if Path(folder).absolute() in path.parents:
         raise CheckpointError(f"{target}: is inside the checkpoint {folder}; choose another folder")
-    plan = plan_reshard(
-        folder, layout=layout, mesh=mesh, dtype=dtype, max_shard_size=max_shard_size
-    )
-    return commit(plan, path, progress)
-
-
-def plan_reshard(
-    folder: Path | str,
-    *,
-    layout: Layout = "full",
-    mesh: Mesh = ALONE,
-    dtype: str | None = None,
-    max_shard_size: int = SHARD_SIZE,
-) -> Resharding:
-    """What ``reshard`` would read and write. Only the headers of tensor files are read."""
     if layout == "full" and mesh.size > 1:
         raise CheckpointError(
             "a mesh needs layout distributed; layout full is the same for every mesh"
@@ -123,7 +102,8 @@ def plan_reshard(
     if dtype is not None and _CONFIG in small:
         small[_CONFIG] = with_dtype(small[_CONFIG], dtype)
     small |= indexes(shards, mesh.size)
-    return Resharding(Path(folder), manifest, layout, mesh, sources, shards, small)
+    plan = Resharding(Path(folder), manifest, layout, mesh, sources, shards, small)
+    return commit(plan, path, progress)
 
 
 def open_roles(checkpoint: CheckpointFolder) -> dict[str, TensorSource]:
