@@ -107,21 +107,32 @@ def predict(
     prompt_ids = [_ids(opened, prompt.with_system(system)) for prompt in prompts]
     left = [room(opened.model, ids) for ids in prompt_ids]
     _refuse_full(opened, prompts, prompt_ids, left)
-    store = None if output is None else open_journal(output, opened, prompt_ids, section, seed)
+    samples = respond(opened, prompt_ids, section, seed, on_answered, output)
     decode = decoder(opened.tokenizer)
-    samples = opened.network.generate(
-        prompt_ids,
-        section,
-        seed=seed,
-        stop_token_ids=opened.stop_token_ids,
-        decode=decode,
-        on_answered=on_answered,
-        store=store,
-    )
     return [
         answer_of(opened, sample.text(decode), finish_reason(sample, space), prompt.tools)
         for sample, space, prompt in zip(samples, left, prompts, strict=True)
     ]
+
+
+def respond(
+    opened: LoadedModel,
+    prompts: Sequence[Ids],
+    section: GenerateSection,
+    seed: int,
+    on_answered: Callable[[int], None] | None,
+    output: Output | None,
+) -> Sequence[Sample]:
+    """The responses to ``prompts``; see ``predict``."""
+    return opened.network.generate(
+        prompts,
+        section,
+        seed=seed,
+        stop_token_ids=opened.stop_token_ids,
+        decode=decoder(opened.tokenizer),
+        on_answered=on_answered,
+        store=None if output is None else open_journal(output, opened, prompts, section, seed),
+    )
 
 
 def _ids(opened: LoadedModel, prompt: Prompt) -> Ids:

@@ -36,7 +36,7 @@ from ..storage.remote import Address
 from ._model_location import locate
 from .evaluation import HeldOut, auxiliary_columns, held_out, measure, num_batches, staying
 from .model_loading import PLAINLY, LoadedModel, open_start, open_to_measure, refuse_reward_model
-from .prediction import Output, Progress, open_journal
+from .prediction import Output, Progress, respond
 
 BASE = "base"
 # Responses and their references to metrics, as ``similarity``.
@@ -348,20 +348,9 @@ def generations(
     prompt_ids = [question.prompt for question in questions]
     # a metric should depend on ``batch_size`` and ranks as little as it can
     section, seed = replace(parts.generate, batch_invariant=True), parts.train.seed
-    store = None
-    if output is not None:
-        store = open_journal(output, opened, prompt_ids, section, seed)
-    decode = decoder(opened.tokenizer)
     with autocast(parts.models.policy.options.precision, opened.device):
-        samples = opened.network.generate(
-            prompt_ids,
-            section,
-            seed=seed,
-            stop_token_ids=opened.stop_token_ids,
-            decode=decode,
-            on_answered=on_answered,
-            store=store,
-        )
+        samples = respond(opened, prompt_ids, section, seed, on_answered, output)
+    decode = decoder(opened.tokenizer)
     read = decoder(opened.tokenizer, hides_special=hides_special)
 
     def shown(ids: Ids) -> Ids:
