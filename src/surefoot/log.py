@@ -75,15 +75,10 @@ def silenced() -> Iterator[None]:
         root.setLevel(before)
 
 
-def configure(
-    handler: logging.Handler | None = None,
-    *,
-    verbose: bool = False,
-    formatter: logging.Formatter | None = None,
-) -> None:
-    """Send the package's log to ``handler`` (default: plain lines on standard error). With a
-    ``formatter`` of its own, warnings of other packages leave by it, too."""
-    handler = handler or _Stderr()
+def configure(*, verbose: bool = False, formatter: logging.Formatter | None = None) -> None:
+    """Send the package's log to standard error, in plain lines. With a ``formatter`` of its own,
+    warnings of other packages leave by it, too."""
+    handler = _Stderr()
     handler.setFormatter(formatter or _Ranked("%(message)s"))
     # Asked for each line: a program may configure the log before it has joined the ranks of SLURM.
     handler.addFilter(

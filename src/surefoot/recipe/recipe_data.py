@@ -245,23 +245,18 @@ def read_encoding(recipe: Recipe) -> Encoding:
     return encoding_of(recipe, open_codec(recipe, resolve(recipe.model, weights=False)))
 
 
-def encoding_of(recipe: Recipe, codec: Codec, section: DataSection | None = None) -> Encoding:
-    """What is encoded of the datasets of a recipe, or of another ``section`` read in the same
-    way."""
+def encoding_of(recipe: Recipe, codec: Codec) -> Encoding:
+    """What is encoded of the datasets of a recipe."""
     # of a stage no setting changes what is encoded
     stage = f"{type(recipe.stage).__name__}{recipe.stage.encoding}"
     fingerprint = {"codec": codec.fingerprint, "stage": stage}
     encode = partial(recipe.stage.encode, codec=codec)
-    section = replace(section or recipe.data, cutoff_len=codec.section.cutoff_len)
-    drawn_for = replace(recipe.data, cutoff_len=codec.section.cutoff_len)
-    # A process reads what a recipe says: its datasets, and no stage with members from Python.
-    is_said = section.datasets == recipe.data.datasets and type(recipe.stage) in STAGES.values()
-    start = partial(start_share, recipe) if is_said else None
+    section = replace(recipe.data, cutoff_len=codec.section.cutoff_len)
+    # A process reads what a recipe says: no stage with members from Python.
+    start = partial(start_share, recipe) if type(recipe.stage) in STAGES.values() else None
     media = None if codec.media is None else codec.media.files
     reading = reading_of(recipe.stage, codec)
-    return Encoding(
-        section, encode, fingerprint, recipe.train.seed, drawn_for, start, media, reading
-    )
+    return Encoding(section, encode, fingerprint, recipe.train.seed, section, start, media, reading)
 
 
 def reading_of(stage: Stage, codec: Codec) -> Reading:
