@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 from ..errors import CheckpointError, DamagedFileError
 from ..storage import files
@@ -207,9 +206,7 @@ class ConcurrentCheck:
     def __enter__(self) -> ConcurrentCheck:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
         self._files.close()
 

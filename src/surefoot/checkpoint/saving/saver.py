@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Protocol
 
 from ...errors import CheckpointError
@@ -159,12 +158,7 @@ class AsyncSaver:
     def __enter__(self) -> AsyncSaver:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         if error is not None and self.writers.size > 1:
             return  # another rank's part may never come; left alone, the writer ends by itself
         try:

@@ -11,7 +11,6 @@ import os
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 from ...run.folder import RunUploads
 from ...storage.child import Child
@@ -41,12 +40,7 @@ class HubUploads(RunUploads):
     def __enter__(self) -> HubUploads:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._child is not None and self._child.code is None:
             self._child.end()
             logger.warning("the upload to %s is not finished%s", self.repository, self._advice())
