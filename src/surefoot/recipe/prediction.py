@@ -18,7 +18,7 @@ from ..schema.locations import ModelPath
 from ..storage import files
 from .files import RUN_RECIPE, SUFFIXES, read_text
 from .overrides import Overrides, idle_settings, override
-from .recipe import Recipe, bases, from_words, importer_of, located
+from .recipe import Recipe, bases, from_words, importer_of, placing
 from .recipe import load as load_recipe
 from .yaml import Document, parse
 
@@ -29,18 +29,18 @@ _OF_TRAINING = ("data", "stage", "train")  # sections that a recipe with trainin
 class PredictModel:
     """Which model generates."""
 
-    path: str
+    path: ModelPath
     """A run's folder (its best or latest checkpoint), a checkpoint, an adapter, a model folder,
     a hub id, or a recipe."""
-    weights: str | None = None
+    weights: ModelPath | None = None
     """The folder of the weights, of any layout, if ``path`` contains only configuration and
     tokenizer."""
     reading: Mapping[str, ModelPath] = field(default_factory=dict, hash=False)
     """How weights of another program are read: its options of ``surefoot ckpt convert``, such as
     ``source_parallel_config``."""
-    adapter: str | None = None
+    adapter: ModelPath | None = None
     """An adapter to put on the model of ``path``."""
-    base: str | None = None
+    base: ModelPath | None = None
     """The base model of an adapter, if it moved."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights. ``auto``: as stored on a GPU, float32 on a CPU."""
@@ -87,17 +87,11 @@ def load(
     if problems:
         raise document.error(problems)
     base_of = bases(document, Path(path).parent if _is_file(path) else Path())
-    names = ("path", "weights", "adapter", "base")
-    locations: dict[str, Any] = {
-        name: ModelPath(location).located(base_of(("model", name)))
-        for name in names
-        if (location := getattr(prediction.model, name))
-    }
-    locations["reading"] = located(prediction.model.reading, base_of, ("model", "reading"))
-    model: PredictModel = replace(prediction.model, **locations)
+    prediction = schema.mapped(prediction, placing(base_of))
+    model = prediction.model
     if model.reading:  # otherwise as the command has stated it
         state_options((model.weights or model.path, model.base), model.reading)
-    return replace(prediction, model=model)
+    return prediction
 
 
 def is_reward_model(path: Path) -> bool:

@@ -357,28 +357,17 @@ def _build(document: Document, base: Path, stated: Document | None = None) -> Re
 
 def _with_places(recipe: Recipe, base_of: BaseOf) -> Recipe:
     """The recipe with absolute paths, so that it means the same wherever it is read again."""
-    recipe = with_locations(recipe, base_of)
-    model, data, train = recipe.model, recipe.data, recipe.train
-    path = ModelPath(model.path).located(base_of(("model", "path")))
-    adapter = model.adapter and locate(model.adapter, base_of(("model", "adapter")))
-    below = base_of(("model", "frozen_adapters"))
-    frozen = tuple(locate(folder, below) for folder in model.frozen_adapters)
-    datasets = locate(data.dataset_dir, base_of(("data", "dataset_dir")))
-    run, caches = train.output_dir, (data.cache_dir, train.cache_dir)
-    media = data.media
-    if media.folder is not None:
-        media = replace(media, folder=locate(media.folder, base_of(("data", "media", "folder"))))
-    data_cache, run_cache = (path.expanduser().absolute() if path else None for path in caches)
-    return replace(
-        recipe,
-        model=replace(model, path=path, adapter=adapter, frozen_adapters=frozen),
-        data=replace(data, dataset_dir=datasets, media=media, cache_dir=data_cache),
-        train=replace(
-            train,
-            output_dir=run.expanduser() if isinstance(run, Path) else run,
-            cache_dir=run_cache,
-        ),
-    )
+    placed = placing(base_of)
+
+    def change(value: object, path: Keys) -> object:
+        if path == ("train", "output_dir"):
+            return value.expanduser() if isinstance(value, Path) else value
+        if path[-1] == "cache_dir":
+            return value.expanduser().absolute() if isinstance(value, Path) else value
+        return placed(value, path)
+
+    model = replace(recipe.model, path=ModelPath(recipe.model.path))
+    return schema.mapped(replace(recipe, model=model), change)
 
 
 def with_metric(recipe: Recipe) -> Recipe:
@@ -515,30 +504,15 @@ def bases(document: Document, base: Path) -> BaseOf:
     return lambda path: Path.cwd() if path in document.overridden else base
 
 
-def with_locations(section: Any, base_of: BaseOf, path: Keys = ()) -> Any:
-    """``section`` with every setting that is a location found, in variants and sections, too."""
-    changed = {}
-    cls: type = type(section)
-    for name, setting in schema.settings(cls).items():
-        value, here = getattr(section, name), (*path, name)
-        if setting.choices is not None:
-            here = (*here, schema.variant_name(setting.choices, value))
-        found = located(value, base_of, here)
-        if found is not value:
-            changed[name] = found
-    return replace(section, **changed) if changed else section
+def placing(base_of: BaseOf) -> Callable[[object, Keys], object]:
+    """What finds the value of a setting, if it is a location; for ``schema.mapped``."""
 
+    def placed(value: object, path: Keys) -> object:
+        if isinstance(value, ModelPath | FunctionPath | DatasetReference):
+            return value.located(base_of(path))
+        return locate(value, base_of(path)) if isinstance(value, Path) else value
 
-def located(value: Any, base_of: BaseOf, path: Keys) -> Any:
-    """``value`` with every location in it found."""
-    if isinstance(value, ModelPath | FunctionPath | DatasetReference):
-        return value.located(base_of(path))
-    if isinstance(value, Mapping):
-        items = {key: located(item, base_of, (*path, key)) for key, item in value.items()}
-        return value if items == value else items
-    if isinstance(value, tuple):  # set as one, with all below
-        return tuple(located(item, lambda _: base_of(path), path) for item in value)
-    return with_locations(value, base_of, path) if schema.is_section(value) else value
+    return placed
 
 
 _WIDTH = 100  # columns of documentation

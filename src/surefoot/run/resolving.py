@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from .. import schema
 from ..checkpoint.disk.commit import named
@@ -24,7 +23,7 @@ def resolved(recipe: Recipe) -> Recipe:
     """The recipe with checkpoints in place of the folders of runs, and with the settings of the
     adapter that it continues. Opens folders. Raises ``RecipeError``, and ``CheckpointError`` for
     ``model.reading``."""
-    recipe = _with_models(recipe)
+    recipe = schema.mapped(recipe, _of_run)
     state_options((recipe.model.path, recipe.checkpoint.resume), recipe.model.reading)
     model = recipe.model
     model = replace(
@@ -34,6 +33,11 @@ def resolved(recipe: Recipe) -> Recipe:
         frozen_adapters=tuple(adapter_in(Path(folder)) for folder in model.frozen_adapters),
     )
     return with_adapter_settings(replace(recipe, model=model))
+
+
+def _of_run(value: object, _path: schema.Keys) -> object:
+    """The checkpoint of a run that a setting names as a model; other values as they are."""
+    return ModelPath(located(value)) if isinstance(value, ModelPath) else value
 
 
 def located(name: str) -> str:
@@ -56,28 +60,6 @@ def adapter_in(folder: Path) -> Path:
         return checkpoint_of(folder)
     except CheckpointError:
         return checkpoints[-1]  # which says what is wrong with it when it is opened
-
-
-def _with_models(section: Any) -> Any:
-    """``section`` with the checkpoint of every run that one of its settings names as a model."""
-    changed = {}
-    cls: type = type(section)
-    for name in schema.settings(cls):
-        value = getattr(section, name)
-        resolved_value = _model(value)
-        if resolved_value is not value:
-            changed[name] = resolved_value
-    return replace(section, **changed) if changed else section
-
-
-def _model(value: Any) -> Any:
-    if isinstance(value, ModelPath):
-        folder = located(value)
-        return value if folder == value else ModelPath(folder)
-    if isinstance(value, tuple):
-        items = tuple(map(_model, value))
-        return value if all(a is b for a, b in zip(items, value, strict=True)) else items
-    return _with_models(value) if schema.is_section(value) else value
 
 
 def with_adapter_settings(recipe: Recipe) -> Recipe:

@@ -342,6 +342,33 @@ def variant_name(choices: Mapping[str, type], value: object) -> str:
     )
 
 
+Change = Callable[[Any, Keys], Any]  # of a value, and the path of its setting
+
+
+def mapped(section: T, change: Change, path: Keys = ()) -> T:
+    """``section`` with what ``change`` makes of every value in it, in variants, mappings and lists,
+    too. A list is set as one: all that is in it has its path."""
+    cls: type = type(section)
+    changed = {}
+    for name, setting in settings(cls).items():
+        value, here = getattr(section, name), (*path, name)
+        if setting.choices is not None:
+            here = (*here, variant_name(setting.choices, value))
+        if (new := _mapped(value, change, here)) is not value:
+            changed[name] = new
+    return dataclasses.replace(section, **changed) if changed else section  # type: ignore[type-var]
+
+
+def _mapped(value: Any, change: Change, path: Keys) -> Any:
+    if isinstance(value, Mapping):
+        items: Any = {key: _mapped(item, change, (*path, key)) for key, item in value.items()}
+    elif isinstance(value, tuple):
+        items = tuple(_mapped(item, lambda inner, _: change(inner, path), path) for item in value)
+    else:
+        return mapped(value, change, path) if is_section(value) else change(value, path)
+    return value if items == value else items
+
+
 def changeable(section: object, path: tuple[str, ...] = ()) -> dict[str, MayChange]:
     """The dotted paths in ``section`` at which a resumed run may have other values, there and
     below."""
