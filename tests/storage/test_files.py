@@ -281,7 +281,7 @@ def test_hashing_piece_by_piece_is_hashing_at_once(parts):
     for part in parts:
         state.update(memoryview(part))
     assert (
-        state.hex() == files.digest(b"".join(parts)) == xxhash.xxh3_128_hexdigest(b"".join(parts))
+        state.hexdigest() == files.digest(b"".join(parts)) == xxhash.xxh3_128_hexdigest(b"".join(parts))
     )
 
 
@@ -364,7 +364,7 @@ def test_the_hash_of_a_read_is_that_of_the_bytes_in_memory(most, tmp_path, monke
     with files.open_file(tmp_path / "a") as file:
         file.read_into(4, view, digest)
     assert bytes(view) == bytes([data[0] ^ 1]) + data[1:]
-    assert digest.hex() == xxhash.xxh3_128_hexdigest(view)
+    assert digest.hexdigest() == xxhash.xxh3_128_hexdigest(view)
 
 
 def test_bytes_are_fetched_once_and_beyond_a_read_only_in_a_sequence(tmp_path, monkeypatch):

@@ -125,7 +125,7 @@ class FolderSource:
         if digest is not None and first + box.size < part.box.size:
             self._half_read[part] = (first + box.size, digest)
         elif digest is not None:
-            self._compare(name, part, digest.hex())
+            self._compare(name, part, digest.hexdigest())
         if not is_plain:
             target.copy_(values)
 
@@ -493,7 +493,7 @@ def fill_boxes(
                 digests[name].update(space)
                 stream.add(num_bytes)
             progress(num_bytes)
-    return {name: digest.hex() for name, digest in digests.items()}
+    return {name: digest.hexdigest() for name, digest in digests.items()}
 
 
 def _stored(source: TensorSource, name: str) -> tuple[FolderSource, str] | None:

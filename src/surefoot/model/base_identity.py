@@ -173,7 +173,7 @@ def hash_of_bytes(file: files.File) -> str:
         part = block[: min(files.BLOCK, size - start)]
         file.read_into(start, part)
         hashed.update(part)
-    return hashed.hex()
+    return hashed.hexdigest()
 
 
 def _hash_of_config(data: bytes) -> str:

@@ -84,7 +84,7 @@ def _digest(source: Path, small: Mapping[str, bytes], seed: int) -> str:
     for name, data in sorted({CONFIG: files.read_file(source / CONFIG), **small}.items()):
         hashed.update(f"{name}:{len(data)}:".encode() + data)
     hashed.update(str(seed).encode())
-    return hashed.hex()[:12]
+    return hashed.hexdigest()[:12]
 
 
 def _write(

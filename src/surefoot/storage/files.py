@@ -564,21 +564,9 @@ def _status(look: Callable[[Path], os.stat_result], path: Path) -> os.stat_resul
         raise
 
 
-# Against damage, not attackers: nothing in a checkpoint can execute (decisions/0010). A GiB takes
-# 0.3 s of one core (0043).
-class Hash:
-    """Incremental xxh3-128, the hash of all stored bytes; equal to hashing all bytes at once."""
-
-    def __init__(self) -> None:
-        self._state = xxhash.xxh3_128()
-
-    def update(self, data: bytes | memoryview) -> None:
-        """Add ``data``."""
-        self._state.update(data)
-
-    def hex(self) -> str:
-        """The 32 hexadecimal digits of what was added so far."""
-        return self._state.hexdigest()
+# Of all stored bytes. Against damage, not attackers: nothing in a checkpoint can execute
+# (decisions/0010). A GiB takes 0.3 s of one core (0043).
+Hash = xxhash.xxh3_128
 
 
 def digest(data: bytes | memoryview) -> str:

@@ -88,7 +88,7 @@ def write_box(file: files.File, entry: TensorEntry, box: Box, tensor: torch.Tens
         digest.update(block)
         start = tuple(map(add, box.start, part.start))
         file.write_ranges(ranges_of(entry, Box(start, part.shape)), block)
-    return digest.hex()
+    return digest.hexdigest()
 
 
 def write_tensor(
@@ -104,7 +104,7 @@ def write_tensor(
             digest.update(block)
             if stream is not None:
                 stream.write(block)
-    return digest.hex()
+    return digest.hexdigest()
 
 
 def _dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -63,7 +63,7 @@ class TensorFile:
         if len(view) != (size := num_bytes(entry.dtype, box.shape)):
             raise ValueError(f"{key}: the buffer has {len(view)} bytes, expected {size}")
         self.read_box_into(key, box, view, digest)
-        return digest.hex()
+        return digest.hexdigest()
 
     def read_box_into(
         self, key: str, box: Box, view: memoryview, digest: files.Hash | None = None
@@ -88,7 +88,7 @@ class TensorFile:
             for at in range(0, length, files.BLOCK):
                 count = min(files.BLOCK, length - at)
                 self._file.read_into(offset + at, buffer[:count], digest)
-        return digest.hex()
+        return digest.hexdigest()
 
 
 def open_path(path: Path) -> TensorFile:

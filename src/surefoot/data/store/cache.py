@@ -199,7 +199,7 @@ class _Column:
     def finish(self) -> dict[str, _Written]:
         self.file.sync()
         offsets = np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)])
-        written = {f"{self._name}{self._suffix}": _Written(self._size, self._hash.hex())}
+        written = {f"{self._name}{self._suffix}": _Written(self._size, self._hash.hexdigest())}
         return written | _write_index(self._folder, f"{self._name}{OFFSETS}", offsets)
 
 
@@ -265,7 +265,7 @@ def _checked(path: Path, written: _Written) -> StoredNumbers:
             digest.update(part)
     except OSError as error:
         raise DamagedCacheError(f"{path.name}: {error.strerror}") from error
-    if digest.hex() != written.digest:
+    if digest.hexdigest() != written.digest:
         raise DamagedCacheError(f"{path.name} does not match its checksum")
     dtype = np.dtype(KINDS.get(path.suffix, np.int64))
     return StoredNumbers(file, dtype, written.size // dtype.itemsize)
