@@ -11,7 +11,7 @@ from surefoot.checkpoint.layouts.detection import detect_layout, open_contents
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.sources import FolderSource, read_whole
 from surefoot.errors import CheckpointError
-from surefoot.plugins.mindspore.opening import form_of, open_mindspore_state, saves
+from surefoot.plugins.mindspore.opening import LAYOUT, form_of, open_mindspore_state
 from surefoot.plugins.mindspore.slicing import UNKNOWN, Slicing
 from surefoot.plugins.mindspore.tensor_layout import ParallelConfig
 
@@ -91,7 +91,7 @@ def test_a_file_of_a_rank_names_the_step(copied, truth):
     old = folder / "checkpoint/rank_0/llama_rank_0-2_10.safetensors"
     assert_true(every(old), truth)
     assert torch.equal(every(folder)["lm_head.weight"], truth["lm_head.weight"] + 1)
-    assert [saved.step for saved in saves(folder)] == [20, 21]
+    assert [saved.step for saved in LAYOUT.saves_in(folder)] == [20, 21]
 
 
 def test_a_rank_that_is_behind_is_refused_and_the_common_step_named(copied):

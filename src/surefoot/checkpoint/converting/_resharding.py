@@ -36,19 +36,6 @@ _INDEX = ".safetensors.index.json"
 _CONFIG = "config.json"
 
 
-@dataclass(frozen=True)
-class Resharding:
-    """What to write, and from which sources. Nothing is written yet."""
-
-    folder: Path
-    manifest: Manifest
-    layout: Layout
-    mesh: Mesh
-    sources: Mapping[str, TensorSource]  # by role
-    shards: Sequence[Shard]
-    small: Mapping[str, bytes]
-
-
 @only_new_collected()
 def reshard(
     folder: Path | str,
@@ -102,8 +89,7 @@ def reshard(
     if dtype is not None and _CONFIG in small:
         small[_CONFIG] = with_dtype(small[_CONFIG], dtype)
     small |= indexes(shards, mesh.size)
-    plan = Resharding(Path(folder), manifest, layout, mesh, sources, shards, small)
-    return commit(plan, path, progress)
+    return commit(manifest, sources, shards, small, layout, mesh, path, progress)
 
 
 def open_roles(checkpoint: CheckpointFolder) -> dict[str, TensorSource]:
@@ -193,9 +179,17 @@ def _planned(
     return [Shard(role.name, plan) for plan in plans]
 
 
-def commit(plan: Resharding, target: Path, progress: Progress | None) -> Saved:
-    """Write what is planned as the new checkpoint ``target``."""
-    manifest = plan.manifest
+def commit(
+    manifest: Manifest,
+    sources: Mapping[str, TensorSource],
+    shards: Sequence[Shard],
+    small: Mapping[str, bytes],
+    layout: Layout,
+    mesh: Mesh,
+    target: Path,
+    progress: Progress | None,
+) -> Saved:
+    """Write ``shards`` of ``sources``, which are by role, as the new checkpoint ``target``."""
     if step_of(target) not in (-1, manifest.step):
         raise CheckpointError(
             f"{target}: the checkpoint is that of step {manifest.step}; choose the name "
@@ -208,16 +202,16 @@ def commit(plan: Resharding, target: Path, progress: Progress | None) -> Saved:
         kind=manifest.kind,
         created=now(),
         versions=versions(),
-        shards=plan.shards,
-        small=plan.small,
+        shards=shards,
+        small=small,
         parent=manifest.parent,
-        layout=plan.layout,
-        world_size=plan.mesh.size,
-        mesh=plan.mesh.axes,
+        layout=layout,
+        world_size=mesh.size,
+        mesh=mesh.axes,
         share=False,
     )
     clean_leftovers(target)
-    return write(job, _SourceContent(plan.sources, progress or silent))
+    return write(job, _SourceContent(sources, progress or silent))
 
 
 def write_weights(
@@ -241,7 +235,7 @@ def write_weights(
     shards = list(shards_of(sources, kind, layout, mesh, SHARD_SIZE))
     manifest = Manifest(step=0, kind=kind, created="", versions={}, files={}, hashes={}, pieces=())
     others = {**(small or {}), **indexes(shards, mesh.size)}
-    return commit(Resharding(path, manifest, layout, mesh, sources, shards, others), path, progress)
+    return commit(manifest, sources, shards, others, layout, mesh, path, progress)
 
 
 @dataclass(frozen=True)

@@ -99,8 +99,21 @@ class MindSpore(Layout):
         return model_near(folder)
 
     def saves_in(self, folder: Path) -> Sequence[SavedFolder]:
-        """One folder contains all saves of a training."""
-        return saves(folder)
+        """One folder contains all saves of a training, oldest first."""
+        if form_of(folder) == "iteration":
+            paths = iteration.iterations(folder) or [folder]
+            return [SavedFolder(path, iteration.number_of(path), _size(path)) for path in paths]
+        if form_of(folder) != "ranks":
+            return [SavedFolder(folder, None, _size(folder))]
+        ranks = rank_folders(root_of(folder)).values()
+        saved = []
+        for step in steps(root_of(folder)):
+            paths = [file_at(rank, step) for rank in ranks]
+            with tensorfile.open_path(paths[0]) as file:
+                number = recorded_step(file)
+            num_bytes = sum(files.size_of(path) or 0 for path in paths)
+            saved.append(SavedFolder(paths[0], number, num_bytes))
+        return saved
 
 
 LAYOUT = MindSpore()
@@ -236,24 +249,6 @@ def role_of(name: str, shape: tuple[int, ...]) -> str:
         return "optimizer"
     is_number = not shape and "." not in name  # of the training: modules have paths
     return "state" if is_number or name in _STATE else "model"
-
-
-def saves(root: Path) -> list[SavedFolder]:
-    """The saves in ``root``, oldest first. Raises ``CheckpointError``."""
-    if form_of(root) == "iteration":
-        paths = iteration.iterations(root) or [root]
-        return [SavedFolder(path, iteration.number_of(path), _size(path)) for path in paths]
-    if form_of(root) != "ranks":
-        return [SavedFolder(root, None, _size(root))]
-    folders = rank_folders(root_of(root)).values()
-    saved = []
-    for step in steps(root_of(root)):
-        paths = [file_at(folder, step) for folder in folders]
-        with tensorfile.open_path(paths[0]) as file:
-            number = recorded_step(file)
-        num_bytes = sum(files.size_of(path) or 0 for path in paths)
-        saved.append(SavedFolder(paths[0], number, num_bytes))
-    return saved
 
 
 def _size(folder: Path) -> int:

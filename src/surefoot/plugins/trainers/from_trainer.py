@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ...checkpoint.disk import strict_json
+from ...checkpoint.disk.commit import named, step_of
 from ...checkpoint.disk.folder import ADAPTER, ADAPTER_CONFIG, MODEL, number
 from ...checkpoint.layouts.adapter_merge import CHANGED_BASE
 from ...checkpoint.layouts.detection import detect_layout
@@ -35,9 +36,9 @@ from .trainer_folder import (
     OPTIMIZER,
     SCALER,
     SCHEDULER,
+    STATE,
     TrainerProgress,
     is_trainer_checkpoint,
-    latest_complete,
     moments_by_name,
     pickles_in,
     read_progress,
@@ -69,7 +70,8 @@ class HuggingFaceTrainer(ForeignTrainer):
 
     def latest_in(self, run: Path) -> Path | None:
         """The latest one whose save was not interrupted."""
-        return latest_complete(run)
+        checkpoints = (path for path in named(run) if is_trainer_checkpoint(path))
+        return max((p for p in checkpoints if files.exists(p / STATE)), key=step_of, default=None)
 
     def pickles_in(self, folder: Path) -> list[str]:
         """Those of the optimizer and its like."""

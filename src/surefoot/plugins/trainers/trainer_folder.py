@@ -23,7 +23,7 @@ from torch import nn
 from transformers.trainer_pt_utils import get_parameter_names
 
 from ...checkpoint.disk import strict_json
-from ...checkpoint.disk.commit import named, step_of
+from ...checkpoint.disk.commit import step_of
 from ...checkpoint.disk.folder import TrainerStateFile, number
 from ...checkpoint.disk.manifest import MANIFEST
 from ...checkpoint.disk.manifest import STATE as SKELETON
@@ -55,12 +55,6 @@ def is_trainer_checkpoint(folder: Path) -> bool:
     if any(files.exists(folder / name) for name in _OURS):
         return False
     return any(files.exists(folder / name) for name in (STATE, _ARGUMENTS, OPTIMIZER))
-
-
-def latest_complete(folder: Path) -> Path | None:
-    """The Trainer's latest checkpoint in ``folder`` whose save was not interrupted."""
-    checkpoints = (path for path in named(folder) if is_trainer_checkpoint(path))
-    return max((p for p in checkpoints if files.exists(p / STATE)), key=step_of, default=None)
 
 
 def pickles_in(folder: Path) -> list[str]:
