@@ -50,9 +50,8 @@ class Objective:
             logs = [record for record in records if "loss" in record and self.metric in record]
             if not logs:
                 return None
-            last_step = _step(logs[-1])
-            tenth = [log[self.metric] for log in logs if _step(log) > last_step * 9 // 10]
-            return last_step, _mean(tenth)
+            tenth = [log for log in logs if _step(log) > _step(logs[-1]) * 9 // 10]
+            return _step(logs[-1]), _mean([log[self.metric] for log in tenth])
         evaluations = self.evaluations(records)
         finite = [(step, value) for step, value in evaluations if math.isfinite(value)]
         if self.reduction == "best" and finite:
@@ -88,7 +87,6 @@ def choose_objective(
             f"{metric} decides which trial is best, but the recipe never evaluates; set "
             "train.eval_steps or train.eval_epoch, or choose --metric loss, the training loss"
         )
-    is_recipes = metric == train.metric_for_best_model
     if direction is None:
         if (is_greater_better := greater_is_better(recipe, metric)) is None:
             raise RecipeError(
@@ -98,7 +96,7 @@ def choose_objective(
         direction = "maximize" if is_greater_better else "minimize"
     if not is_evaluation:
         return Objective(metric, direction, "tenth")
-    has_best = is_recipes and train.load_best_model_at_end
+    has_best = train.load_best_model_at_end and metric == train.metric_for_best_model
     return Objective(metric, direction, "best" if has_best else "last")
 
 
