@@ -281,7 +281,9 @@ def test_hashing_piece_by_piece_is_hashing_at_once(parts):
     for part in parts:
         state.update(memoryview(part))
     assert (
-        state.hexdigest() == files.digest(b"".join(parts)) == xxhash.xxh3_128_hexdigest(b"".join(parts))
+        state.hexdigest()
+        == files.digest(b"".join(parts))
+        == xxhash.xxh3_128_hexdigest(b"".join(parts))
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from .. import schema
 from ..checkpoint.disk.commit import step_of
 from ..checkpoint.disk.retention import origin_of
-from ..errors import RecipeError, RunError
+from ..errors import RunError
 from ..model.base_identity import is_new
 from ..schema import MayChange
 from ..schema.locations import DatasetReference, FunctionPath

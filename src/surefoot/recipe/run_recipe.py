@@ -20,9 +20,9 @@ from ..parallel.section import ParallelSection
 from ..schema.locations import DatasetReference
 from ..stages import STAGES
 from ..training.stage import Stage, is_greater_better
-from .changes import compare_with_checkpoint
+from .changes import changes, compare_with_checkpoint
 from .files import RUN_RECIPE, read_text
-from .recipe import Recipe, changes, dump, load, read
+from .recipe import Recipe, dump, load, read
 from .yaml import parse
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class ForkRecipe:
         """
         before, now = (_placed(load(run, given), new) for given in ((), overrides))
         weights = "model.path" if now.method.saves_base_model else "model.adapter"
-        compare_with_checkpoint(run / f"checkpoint-{step}", before, now, weights)
+        compare_with_checkpoint(run / f"checkpoint-{step}", before, now, new, weights)
         found = [str(change) for change in changes(before, now)]
         return cls(dump(before).encode(), dump(now).encode(), found)
 

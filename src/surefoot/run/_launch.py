@@ -7,7 +7,6 @@ import logging
 import os
 import platform
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field

@@ -140,8 +140,9 @@ class ReplayPlan:
 
 def _set_by(launches: Sequence[Launch], step: int) -> tuple[object, ...] | None:
     """What a replay can set of the launch that computed ``step``."""
-    launch = launch_of(launches, step)
-    return launch and (launch.ranks, launch.settings, launch.surroundings.get("threads"))
+    if (launch := launch_of(launches, step)) is None:
+        return None
+    return launch.ranks, launch.settings, launch.surroundings.get("threads")
 
 
 def copy_checkpoint(source: Path, target: Path) -> int:

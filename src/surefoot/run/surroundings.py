@@ -88,7 +88,7 @@ def hash_of_code() -> str:
     hashed = Hash()
     for file in sorted(_PACKAGE.rglob("*.py")):
         hashed.update(f"{file.relative_to(_PACKAGE)}\n".encode() + file.read_bytes())
-    return hashed.hex()[:12]
+    return hashed.hexdigest()[:12]
 
 
 @dataclass(frozen=True)
