@@ -82,7 +82,7 @@ _CODE = (
     "(chat and export: --trust-remote-code)"
 )
 # What transformers raises for a configuration that describes no model, while it reads it or makes
-# the model; and what it raises, too, for a sound one that cannot be made on the meta device.
+# the model; and what it raises, too, for a right one that cannot be made on the meta device.
 NO_MODEL = (ValueError, TypeError, KeyError, ArithmeticError, AssertionError, OSError, ImportError)
 NO_MODEL_AT_ALL = (*NO_MODEL, AttributeError, IndexError, RuntimeError)
 _SIZES = ["hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers"]
@@ -141,8 +141,8 @@ def read_config(folder: Path, section: ModelSection) -> PretrainedConfig:
 
 
 def why_no_model(error: Exception, folder: Path) -> str:
-    """What transformers says of a configuration, and of which size it could not be said: a division
-    by zero names nothing."""
+    """The reason that transformers gives, with the sizes that are zero, which a division by one of
+    them does not name."""
     stored = read_json(folder / CONFIG) if isinstance(error, ZeroDivisionError) else {}
     sizes = stored | (stored.get("text_config") or {})
     zeros = [f"; {name} is 0" for name in _SIZES if sizes.get(name) == 0]
