@@ -116,6 +116,7 @@ def test_a_mounted_folder_is_a_store_too(project, whole, tmp_path):
     url = f"file://{tmp_path}/mounted/run"
     train(project, url, tmp_path / "one", checkpoint__keep=1)
     assert sorted(path.name for path in (tmp_path / "mounted/run").iterdir()) == [
+        ".run-id",
         "README.md",
         "all_results.json",
         "checkpoint-6",
