@@ -30,7 +30,8 @@ def kept_in_float32(folder: Path | None, dtype: str | None) -> Kept:
 
     config = strict_json.read_object(folder / _CONFIG)
     # A model that reads pictures has the model of text inside, with a configuration of its own.
-    types = [part.get("model_type") for part in (config, *config.values()) if type(part) is dict]
+    parts = [part for part in (config, *config.values()) if isinstance(part, dict)]
+    types = [str(part.get("model_type")) for part in parts]
     known = [CONFIG_MAPPING[name] for name in types if name in CONFIG_MAPPING]
     known = [config_class for config_class in known if config_class in MODEL_MAPPING]
     attributes = ["_keep_in_fp32_modules_strict"]
