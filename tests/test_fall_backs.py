@@ -25,7 +25,6 @@ SMELL = re.compile(
 )
 """What a line says that is one of ``fell_back``."""
 ANSWERS = {  # what is caught there is an answer, or said by others; no slower way is taken
-    "checkpoint/kept_in_float32.py: kept_in_float32": "no class, so nothing that it keeps",
     "checkpoint/saving/_writer_process.py: pin": "takes CUDA's error away, which is said",
     "cli/chat.py: _talk_on_terminal": "the words of a message",
     "cli/env.py: _said": "output of a program that is no JSON",
