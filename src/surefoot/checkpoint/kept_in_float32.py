@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from ..storage import files
@@ -30,17 +31,20 @@ def kept_in_float32(folder: Path | None, dtype: str | None) -> Kept:
 
     config = strict_json.read_object(folder / _CONFIG)
     # A model that reads pictures has the model of text inside, with a configuration of its own.
-    types = [part.get("model_type") for part in (config, *config.values()) if type(part) is dict]
-    known = [CONFIG_MAPPING[name] for name in types if name in CONFIG_MAPPING]
-    known = [config_class for config_class in known if config_class in MODEL_MAPPING]
+    parts = [part for part in (config, *config.values()) if isinstance(part, dict)]
+    types = [str(part.get("model_type")) for part in parts]
+    known = list[object]()
+    for config_class in [CONFIG_MAPPING[name] for name in types if name in CONFIG_MAPPING]:
+        with suppress(KeyError, ValueError):  # of some, transformers has no class
+            known.append(MODEL_MAPPING[config_class])
     attributes = ["_keep_in_fp32_modules_strict"]
     # Of float16 alone: bfloat16 has the range of float32.
     attributes += ["_keep_in_fp32_modules"] if dtype == "float16" else []
     patterns = [
         pattern.replace("*", ".*")
-        for config_class in known
+        for model_class in known
         for attribute in attributes
-        for pattern in getattr(MODEL_MAPPING[config_class], attribute, None) or ()
+        for pattern in getattr(model_class, attribute, None) or ()
     ]
     form = re.compile("|".join(f"(?:{pattern})" for pattern in patterns) or "(?!)")
     return lambda name: form.search(name) is not None

@@ -198,8 +198,8 @@ def _name_unloaded(draft: Draft) -> None:
     if names := unloaded(draft.inner, shapes):
         size = sum(prod(shapes[name]) * dtypes[name].itemsize for name in names)
         logger.info(
-            "%s of the base (%s, %.1f MB) not in the model, such as layers for multi-token "
-            "prediction: training leaves them as they are, and exports keep them",
+            "not in the model: %s of the base (%s, %.1f MB), such as layers for multi-token "
+            "prediction; training leaves them as they are, and exports keep them",
             counted(len(names), "tensor"),
             ", ".join(sorted({re.sub(r"(\.\d+|mtp)\..*", r"\1.*", name) for name in names})[:3]),
             size / 1e6,
