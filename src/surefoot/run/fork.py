@@ -22,8 +22,8 @@ from ..errors import RunError
 from ..parallel.section import ParallelSection
 from ..parallel.watchdog import watched
 from ..parallel.world import World
+from ..recipe.changes import ForkRecipe
 from ..recipe.files import RUN_RECIPE
-from ..recipe.run_recipe import ForkRecipe
 from ..storage import files
 from ..training.callbacks.metric_files import METRICS, lines_of
 from ..training.out_of_memory import FILE as FITTED_SIZES
