@@ -321,7 +321,7 @@ def _fit(
 ) -> None:
     """Let ``trainer`` take the steps."""
     # Those that every run has write into its folder, and act at steps of their own.
-    kept = (Repeat, *map(type, trainer.section.callbacks))
+    kept: tuple[type, ...] = (Repeat, *(type(each) for each in trainer.section.callbacks))
     for member in trainer.callbacks.members:
         if not isinstance(member, kept):
             trainer.callbacks.pop(member)
