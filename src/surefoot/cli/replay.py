@@ -124,7 +124,7 @@ def surrounded(run: Path, step: int) -> Launch | None:
 @contextmanager
 def ranks_of(run: Path, launch: Launch | None) -> Iterator[tuple[World, ParallelSection]]:
     """As many ranks as ``launch`` of ``run`` had, and their mesh."""
-    from ..recipe.run_recipe import LaunchRecipe
+    from ..run.launch_recipe import LaunchRecipe
 
     settings, ranks = ({}, None) if launch is None else (launch.settings, launch.ranks)
     parallel = LaunchRecipe.of(run, settings, ranks, run).parallel

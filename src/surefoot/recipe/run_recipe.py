@@ -15,14 +15,11 @@ from ..checkpoint.disk.retention import RetentionPolicy
 from ..checkpoint.looking.listing import PruneOptions
 from ..checkpoint.section import CheckpointSection
 from ..checkpoint.verification import verify_weights
-from ..errors import CheckpointError, RecipeError, RunError
-from ..parallel.section import ParallelSection
+from ..errors import CheckpointError, RecipeError
 from ..schema.locations import DatasetReference
 from ..stages import STAGES
 from ..training.stage import Stage, is_greater_better
-from .changes import changes, compare_with_checkpoint
 from .files import RUN_RECIPE, read_text
-from .recipe import Recipe, dump, load, read
 from .yaml import parse
 
 logger = logging.getLogger(__name__)
@@ -74,72 +71,6 @@ def _newest(run: Path, damaged: Damaged) -> Path:
         reasons.append(report.problems[0])
         logger.warning("%s is skipped: %s", folder.name, report.problems[0])
     raise CheckpointError(f"{run}: none of its checkpoints is valid; the latest: {reasons[0]}")
-
-
-@dataclasses.dataclass(frozen=True)
-class LaunchRecipe:
-    """The recipe of a run as one of its launches had it, for steps that are computed again."""
-
-    recipe: Recipe
-
-    @classmethod
-    def of(
-        cls, run: Path, settings: Mapping[str, Any], ranks: int | None, folder: Path
-    ) -> LaunchRecipe:
-        """That of ``run`` with the ``settings`` of the launch and on its ``ranks``, if these are
-        known, which works in ``folder``. Raises ``RecipeError``, and ``RunError`` if its steps
-        cannot be repeated."""
-        known = {} if ranks is None else {"parallel.num_processes": ranks}
-        recipe = read(load(run), {**settings, **known})
-        if recipe.stage.sampler.server is not None:
-            raise RunError(
-                f"stage.{schema.variant_name(STAGES, recipe.stage)}.sampler: a server has sampled "
-                "the responses of this run, and samples other ones each time, so its steps cannot "
-                "be computed again"
-            )
-        train = dataclasses.replace(recipe.train, output_dir=folder)
-        layout = recipe.checkpoint.layout_in(recipe.train.output_dir)
-        # All that is saved stays, and nothing is a link to a file of the run, which is only read.
-        saves = CheckpointSection(keep=None, share_unchanged=False, layout=layout)
-        saves = dataclasses.replace(saves, max_shard_size=recipe.checkpoint.max_shard_size)
-        return cls(dataclasses.replace(recipe, train=train, checkpoint=saves))
-
-    @property
-    def parallel(self) -> ParallelSection:
-        """The mesh of its ranks."""
-        return self.recipe.parallel
-
-    @property
-    def follows_evaluations(self) -> bool:
-        """Whether weights depend on evaluations: these are repeated, too."""
-        return self.recipe.optim.follows_evaluations
-
-
-@dataclasses.dataclass(frozen=True)
-class ForkRecipe:
-    """The recipe of a run that continues another one."""
-
-    before: bytes  # that of the other run
-    text: bytes
-    changes: list[str]
-
-    @classmethod
-    def of(cls, run: Path, step: int, new: Path, overrides: Sequence[str]) -> ForkRecipe:
-        """That of the run in ``new``, which continues ``run`` after ``step`` with ``overrides``.
-        Raises ``RecipeError``, and ``RunError`` for a setting by which its state means something.
-        """
-        before, now = (_placed(load(run, given), new) for given in ((), overrides))
-        weights = "model.path" if now.method.saves_base_model else "model.adapter"
-        compare_with_checkpoint(run / f"checkpoint-{step}", before, now, new, weights)
-        found = [str(change) for change in changes(before, now)]
-        return cls(dump(before).encode(), dump(now).encode(), found)
-
-
-def _placed(recipe: Recipe, folder: Path) -> Recipe:
-    """``recipe`` of a run in ``folder``, which resumes from the latest of its checkpoints."""
-    train = dataclasses.replace(recipe.train, output_dir=folder)
-    saves = dataclasses.replace(recipe.checkpoint, resume="auto")
-    return dataclasses.replace(recipe, train=train, checkpoint=saves)
 
 
 _METRIC = "eval_loss"

@@ -23,10 +23,10 @@ from ..parallel.section import ParallelSection
 from ..parallel.watchdog import watched
 from ..parallel.world import World
 from ..recipe.files import RUN_RECIPE
-from ..recipe.run_recipe import ForkRecipe
 from ..storage import files
 from ..training.callbacks.metric_files import METRICS, lines_of
 from ..training.out_of_memory import FILE as FITTED_SIZES
+from .launch_recipe import ForkRecipe
 from .replay import ReplayPlan, ReplayReport, compute, copy_checkpoint
 
 

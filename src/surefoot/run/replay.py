@@ -33,39 +33,32 @@ from ..checkpoint.verification import verify_checkpoint
 from ..errors import CheckpointError, RunError
 from ..parallel.world import World, explain_peer_loss
 from ..recipe.files import RUN_RECIPE
-from ..recipe.run_recipe import LaunchRecipe
 from ..storage import files
 from ..storage.folder_lock import NAME as LOCK
 from ..storage.folder_lock import is_held
 from ..training.arguments import Context
 from ..training.callback import Metrics, TrainerCallback, TrainerControl, TrainerState
-from ..training.callbacks._progress import Screen, WarmUp
 from ..training.callbacks.metric_files import (
     METRICS,
-    Jsonl,
     Key,
-    Plot,
     Record,
-    TensorBoard,
     key_of,
     lines_of,
     repeatable,
     strict,
 )
-from ..training.control import EarlyStop, IntervalCallback
 from ..training.out_of_memory import FILE as FITTED_SIZES
 from ..training.trainer import Trainer
 from ..training.windows import Place
 from ._launch import observed
 from .assembly import build
 from .foreign_resume import writer_of
+from .launch_recipe import LaunchRecipe
 from .parts import Start
 from .surroundings import Difference, Launch, differences, launch_of, launches_in
 from .training_run import explain_out_of_memory, located
 
 logger = logging.getLogger(__name__)
-# Callbacks that every run has: here their steps are the run's own, and nothing is written.
-_REPLACED = (IntervalCallback, EarlyStop, Jsonl, Screen, Plot, WarmUp, TensorBoard)
 ROUNDING = 1e-3  # the largest relative difference of a figure that rounding explains
 
 
@@ -177,10 +170,8 @@ def _known_to(checkpoints: Sequence[Path]) -> tuple[list[Any], list[Place]]:
 
 def refuse_foreign(run: Path) -> None:
     """Raise ``RunError`` for a folder that is of no run of Surefoot, and name whose it is."""
-    writer = "LLaMA-Factory" if files.exists(run / "trainer_log.jsonl") else None
-    if writer is None:
-        writers = (writer_of(folder) for folder in (run, *reversed(named(run))))
-        writer = next((each.title for each in writers if each is not None), None)
+    writers = (writer_of(folder) for folder in (run, *reversed(named(run))))
+    writer = next((each.title for each in writers if each is not None), None)
     if writer is None:
         raise RunError(f"{run}: no {RUN_RECIPE}, so it is not the folder of a run")
     raise RunError(
@@ -330,8 +321,10 @@ def _fit(
     trainer: Trainer, plan: ReplayPlan, companions: Mapping[str, bytes], *, evaluates: bool
 ) -> None:
     """Let ``trainer`` take the steps."""
+    # Those that every run has write into its folder, and act at steps of their own.
+    kept: tuple[type, ...] = (Repeat, *(type(each) for each in trainer.section.callbacks))
     for member in trainer.callbacks.members:
-        if isinstance(member, _REPLACED):
+        if not isinstance(member, kept):
             trainer.callbacks.pop(member)
     state = trainer.state
     state.skipped_windows = list(dict.fromkeys([*state.skipped_windows, *plan.skipped]))

@@ -48,7 +48,7 @@ class RowsRecord:
     @classmethod
     def read(cls, folder: Path) -> RowsRecord | None:
         """That in the folder of a run; None if it has none, or one that cannot be read."""
-        with suppress(OSError, ValueError, LookupError, TypeError):
+        with suppress(OSError, ValueError, LookupError):
             head, _, body = files.read_inside(folder, NAME, _MAX_BYTES).partition(b"\n")
             header: dict[str, Any] = json.loads(head)
             ends = np.cumsum(list(header["datasets"].values()))

@@ -374,16 +374,16 @@ def test_a_missing_package_is_said(project, tmp_path):
 
 def test_a_run_in_a_store_is_replayed_and_forked(project, whole, bucket, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    folder = train(project, bucket, tmp_path / "cache")
+    folder = train(project, bucket.url, tmp_path / "cache")
     shutil.rmtree(folder)
-    done = CliRunner().invoke(main, ["replay", str(bucket), "--step", "4", "--to", "6"])
+    done = CliRunner().invoke(main, ["replay", bucket.url, "--step", "4", "--to", "6"])
     assert done.exit_code == 0, done.output
     assert "replayed from checkpoint-3: steps 4 to 6" in done.output
     assert "3 logged lines: equal to the bit" in done.output
     assert "tensors: equal to the bit" in done.output
     new = tmp_path / "new"
-    done = CliRunner().invoke(main, ["fork", str(bucket), str(new), "--step", "5"])
+    done = CliRunner().invoke(main, ["fork", bucket.url, str(new), "--step", "5"])
     assert done.exit_code == 0, done.output
-    assert f"{new}: continues {bucket} after step 5" in done.output
+    assert f"{new}: continues {bucket.url} after step 5" in done.output
     train(SimpleNamespace(recipe=new))
     assert_same(weights(new / "checkpoint-6"), weights(whole / "checkpoint-6"))

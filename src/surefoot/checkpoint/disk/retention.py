@@ -197,10 +197,11 @@ ORIGIN = "origin.json"  # in the folder of a run that continues another one afte
 def origin_of(root: Path) -> tuple[str, int] | None:
     """The folder of the run that the one in ``root`` continues, and after which step; None if it
     continues none."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+    origin: object = None
+    with contextlib.suppress(OSError, ValueError):
         origin = files.parse_json(files.read_inside(root, ORIGIN, _MAX_BYTES))
-        return str(origin["run"]), int(origin["step"])
-    return None
+    run, step = (origin.get(n) if isinstance(origin, dict) else None for n in ("run", "step"))
+    return (run, step) if isinstance(run, str) and isinstance(step, int) else None
 
 
 def pin(root: Path, step: int, *, is_pinned: bool) -> set[int]:
