@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
@@ -60,6 +61,7 @@ BATCH = 256  # examples that are encoded together
 # Batches that are under way beside the one that is waited for: while two of them are in the Rust
 # tokenizer, the third is rendered. The ends of a stream's shards follow from this number.
 AHEAD = 2
+PARALLELISM = "TOKENIZERS_PARALLELISM"  # the environment variable that the Rust tokenizer reads
 REPORT_SECONDS = 10.0
 Encode = Callable[[Sequence[Example]], list[Encoded]]
 Row = Example | BrokenRow
@@ -244,7 +246,7 @@ class Encoder:
         # Threads, as the Rust tokenizer lets go of the interpreter: on two cores, two processes
         # gave 0.98 of the rows per second of one, and each cost 2.7 CPU seconds to start
         # (decisions/0037).
-        with ThreadPoolExecutor(AHEAD + 1) as pool:
+        with _tokenizer_without_threads(), ThreadPoolExecutor(AHEAD + 1) as pool:
             batches = self._batches(rows, max_rows, max_tokens, shares)
             for encoded in _ahead(pool, self.encoded, batches):
                 self._add(encoded, writer)
@@ -328,6 +330,20 @@ def _num_trained(labels: FlatLists) -> int:
     is_trained = labels.flat != IGNORE_INDEX
     firsts = (np.cumsum(labels.lengths) - labels.lengths)[labels.lengths > 0]
     return int(is_trained.sum() - is_trained[firsts].sum())
+
+
+@contextmanager
+def _tokenizer_without_threads() -> Iterator[None]:
+    """The Rust tokenizer has no threads of its own inside, unless the environment says that it has:
+    ours are enough for two cores, and each frees what it has allocated itself, which took a sixth
+    less CPU (benchmarks/RESULTS.md)."""
+    is_said = PARALLELISM in os.environ
+    os.environ.setdefault(PARALLELISM, "false")
+    try:
+        yield
+    finally:
+        if not is_said:
+            os.environ.pop(PARALLELISM, None)
 
 
 def _ahead(
