@@ -335,8 +335,8 @@ def _num_trained(labels: FlatLists) -> int:
 @contextmanager
 def _tokenizer_without_threads() -> Iterator[None]:
     """The Rust tokenizer has no threads of its own inside, unless the environment says that it has:
-    ours are enough for two cores, and each frees what it has allocated itself, which took a sixth
-    less CPU (benchmarks/RESULTS.md)."""
+    those of the pool keep two cores busy, and without others an encoding took a sixth less CPU
+    (benchmarks/RESULTS.md)."""
     is_said = PARALLELISM in os.environ
     os.environ.setdefault(PARALLELISM, "false")
     try:
