@@ -59,9 +59,16 @@ def write_model(folder, name):
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    inner = Tokenizer(models.WordLevel({"a": 0, "[end]": 1}, unk_token="a"))
+    write_tokenizer(folder)
+
+
+def write_tokenizer(folder, **settings):
+    """A tokenizer of two characters."""
+    inner = Tokenizer(models.WordLevel({"a": 0, "[end]": 1, "b": 2}, unk_token="a"))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="[end]", pad_token="[end]")
+    for name, value in settings.items():
+        setattr(made, name, value)
     made.save_pretrained(folder)
 
 

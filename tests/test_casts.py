@@ -11,7 +11,7 @@ import mixtures
 from folders import edit_json, save_adapter, save_model, tokenizer
 from source_trees import SRC, TREES
 from surefoot.checkpoint.converting.targets import HuggingFaceModel
-from surefoot.checkpoint.kept_in_float32 import kept_in_float32
+from surefoot.checkpoint.float32_weights import kept_in_float32
 from surefoot.checkpoint.sources import CastSource, TensorsInMemory, copy, read_whole
 from surefoot.errors import CheckpointError
 from surefoot.parallel.sharding import Box

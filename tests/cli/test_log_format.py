@@ -77,7 +77,7 @@ def test_help_is_untouched(name):
 
 def test_the_result_of_a_command_stays_as_it_is(tmp_path):
     (tmp_path / "right.yaml").write_text(RECIPE)
-    words = "recipe", "show", tmp_path / "right.yaml"
+    words = "recipe", "show", tmp_path / "right.yaml", "stage=sft"
     assert surefoot(*words, *JSON) == (0, commands.ok(*words), "")
 
 

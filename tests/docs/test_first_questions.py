@@ -41,7 +41,8 @@ def test_every_setting_that_a_page_names_is_there(name):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "messages"])
 def test_every_command_and_option_that_a_page_names_is_there(name):
-    context = click.Context(cli.main, info_name="surefoot")
+    # Its settings, too: click keeps the help option of a command as it was first made.
+    context = click.Context(cli.main, info_name="surefoot", **cli.main.context_settings)
     shown = [code for code in codes(name) if code.startswith("surefoot ")]
     assert shown
     for code in shown:

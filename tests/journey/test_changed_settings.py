@@ -19,7 +19,7 @@ from surefoot.errors import SurefootError
 from surefoot.methods import METHODS
 from surefoot.optim import OPTIMIZERS
 from surefoot.optim._variants.adamw import AdamW
-from surefoot.recipe.changes import changes
+from surefoot.recipe.comparison import changes
 from surefoot.recipe.recipe import load, read
 from surefoot.schema import FREE
 from surefoot.stages import STAGES

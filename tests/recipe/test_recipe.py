@@ -14,7 +14,7 @@ from surefoot.generate.section import GenerateSection
 from surefoot.methods import METHODS, Freeze, Full, LoRA
 from surefoot.model.section import ModelSection
 from surefoot.optim._variants.adamw import AdamW
-from surefoot.recipe.changes import RecipeChange, changes
+from surefoot.recipe.comparison import RecipeChange, changes
 from surefoot.recipe.recipe import RULES, Recipe, dump, load, read
 from surefoot.schema import paths, write
 from surefoot.stages import SFT

@@ -16,7 +16,7 @@ from project import Project, checkpoints, final_weights, losses
 from surefoot.errors import ModelError, RecipeError, RunError, SurefootError
 from surefoot.optim import OPTIMIZERS
 from surefoot.optim._variants.adamw import AdamW
-from surefoot.recipe.changes import changes, compare_with_checkpoint, refuse_in_own, say
+from surefoot.recipe.comparison import changes, compare_with_checkpoint, refuse_in_own, say
 from surefoot.recipe.recipe import greater_is_better, read
 from surefoot.schema import FROM_HERE, KEPT
 from surefoot.training.callback import TrainerState

@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 import mixtures
 import surefoot
 from folders import edit_json, save_recipe, tokenizer
-from surefoot.model.unloaded import unloaded
+from surefoot.model.unloaded_tensors import unloaded
 from surefoot.use import export
 
 EXTRA = {  # by architecture: layers for multi-token prediction, as published models have them

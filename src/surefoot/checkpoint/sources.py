@@ -27,7 +27,7 @@ from ..storage.parallel_work import MAX_SPACE, ByteStream, ahead
 from .disk._bytes import DTYPES, dtype_name, fill_box, write_tensor
 from .disk.folder import FolderWeights, StoredBox
 from .disk.tensorfile import FilePlan, explained, plan_save
-from .kept_in_float32 import Kept, none_kept
+from .float32_weights import Kept, none_kept
 from .saving.preparation import dump_index
 
 Shape = tuple[int, ...]

@@ -186,6 +186,7 @@ class Commands(click.Group):
         except click.UsageError as error:
             message = shortened(error.format_message())
             if ctx.params["log_format"] == "json":
+                _write_json(ctx, verbose=False)  # of an unknown command, ``main`` has not run
                 raise Failure(message) from error  # without the lines of usage
             raise click.UsageError(message, error.ctx) from error
         except KeyboardInterrupt:

@@ -50,7 +50,7 @@ from .config import (
 )
 from .section import ModelSection
 from .tokenizer import new_token_ids
-from .unloaded import is_of_added_layers
+from .unloaded_tensors import is_of_added_layers
 from .weights import place
 
 logger = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from ..model.numerics import limit_threads
 from ..model.outputs import logprob_head_of
 from ..model.packed_attention import follow_calls, switch_to_packed
 from ..model.section import ModelSection
-from ..model.unloaded import unloaded
+from ..model.unloaded_tensors import unloaded
 from ..model.weight_matrices import refuse_read_weights
 from ..parallel.sharded_model import layers
 from ..parallel.world import World

@@ -32,7 +32,7 @@ from ..extensions import Extended
 from ..log import fell_back
 from ..parallel.section import launched
 from ..parallel.world import ALONE, World
-from ..recipe.changes import changes_in, refuse_in_own, say
+from ..recipe.comparison import changes_in, refuse_in_own, say
 from ..recipe.files import RUN_RECIPE, is_run
 from ..recipe.recipe import Recipe, load
 from ..storage.child import LAUNCHER

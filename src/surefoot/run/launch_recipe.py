@@ -12,7 +12,7 @@ from .. import schema
 from ..checkpoint.section import CheckpointSection
 from ..errors import RunError
 from ..parallel.section import ParallelSection
-from ..recipe.changes import changes, compare_with_checkpoint
+from ..recipe.comparison import changes, compare_with_checkpoint
 from ..recipe.recipe import Recipe, dump, load, read
 from ..stages import STAGES
 

@@ -33,7 +33,7 @@ from ..network.early import refuse_early
 from ..optim.optimizer import Optimizer
 from ..parallel.section import ParallelSection
 from ..parallel.world import World
-from ..recipe.changes import compare_with_checkpoint
+from ..recipe.comparison import compare_with_checkpoint
 from ..recipe.recipe import Recipe, dump, greater_is_better, refuse_unknown_metric, with_metric
 from ..recipe.recipe_data import (
     build_codec,

@@ -10,7 +10,7 @@ from .. import schema
 from ..checkpoint.disk.commit import named
 from ..checkpoint.layouts.reading import state_options
 from ..errors import CheckpointError
-from ..recipe.changes import changes
+from ..recipe.comparison import changes
 from ..recipe.files import ADAPTER, CONFIG, read_adapter
 from ..recipe.recipe import Recipe
 from ..recipe.run_recipe import checkpoint_of

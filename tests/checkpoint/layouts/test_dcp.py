@@ -11,7 +11,7 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate
 
 from surefoot.checkpoint.converting._resharding import reshard
 from surefoot.checkpoint.converting.targets import write_dcp
-from surefoot.checkpoint.kept_in_float32 import none_kept
+from surefoot.checkpoint.float32_weights import none_kept
 from surefoot.checkpoint.layouts.layout import file_name, shard_files
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.looking.summary import summarise

@@ -21,7 +21,7 @@ from ..disk.commit import clean_leftovers, refuse_existing, step_of
 from ..disk.folder import CheckpointFolder, FolderWeights, open_checkpoint, places
 from ..disk.manifest import Kind, Layout, Manifest, is_safetensors
 from ..disk.tensorfile import plan_save
-from ..kept_in_float32 import kept_in_float32
+from ..float32_weights import kept_in_float32
 from ..layouts.detection import expect_layout
 from ..layouts.layout import Native
 from ..saving._balancing import LocalTensor, shared_out

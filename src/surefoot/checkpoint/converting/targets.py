@@ -30,7 +30,7 @@ from ..disk.commit import named, new_folder, write_small
 from ..disk.folder import ADAPTER_CONFIG, DISTRIBUTED, companions_of, open_checkpoint
 from ..disk.manifest import Kind, Layout, is_safetensors
 from ..disk.tensorfile import plan_save
-from ..kept_in_float32 import kept_in_float32, none_kept
+from ..float32_weights import kept_in_float32, none_kept
 from ..layouts.detection import detect_layout, has_manifest, model_near, small_file
 from ..layouts.layout import file_name
 from ..layouts.opening import open_folder

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...checkpoint.looking.listing import added, stored
 from ...errors import RecipeError, RunError
-from ...recipe.changes import changes
+from ...recipe.comparison import changes
 from ...recipe.files import RUN_RECIPE, read_text
 from ...recipe.recipe import load_text
 from ...run.goodput import ledger_of

@@ -12,7 +12,7 @@ from typing import Literal
 from ...checkpoint.converting.targets import Done, ModelTarget, Origin, companions
 from ...checkpoint.disk.commit import named, refuse_taken
 from ...checkpoint.disk.folder import companions_of, open_checkpoint
-from ...checkpoint.kept_in_float32 import kept_in_float32
+from ...checkpoint.float32_weights import kept_in_float32
 from ...checkpoint.layouts.detection import detect_layout, has_manifest
 from ...checkpoint.sources import (
     DtypeName,

@@ -20,7 +20,7 @@ from optuna.distributions import (
 )
 
 from ...errors import RecipeError
-from ...recipe.changes import changes
+from ...recipe.comparison import changes
 from ...recipe.recipe import Recipe, load, read
 from ...recipe.yaml import emit, parse_argument
 from ...schema import expand, setting_at, write

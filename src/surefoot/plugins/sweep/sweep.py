@@ -26,7 +26,7 @@ import optuna
 from optuna.trial import TrialState
 
 from ...errors import SKIPPED_STEPS, STOP_SIGNALS, RecipeError, RunError
-from ...recipe.changes import changes
+from ...recipe.comparison import changes
 from ...recipe.recipe import read
 from ...storage.files import exists, make_folder, names_in, open_inside, raising, write_aside
 from ...storage.folder_lock import NAME as RUN_LOCK

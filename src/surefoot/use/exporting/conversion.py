@@ -32,7 +32,7 @@ from ...checkpoint.converting.targets import (
 )
 from ...checkpoint.disk.folder import companions_of
 from ...checkpoint.disk.manifest import MANIFEST
-from ...checkpoint.kept_in_float32 import kept_in_float32, none_kept
+from ...checkpoint.float32_weights import kept_in_float32, none_kept
 from ...checkpoint.layouts.adapter_merge import (
     PREFIX,
     TOKENS,
@@ -76,7 +76,7 @@ from ...model.config import (
 )
 from ...model.section import ModelSection
 from ...model.tokenizer import TOKENIZER_CONFIG, load_tokenizer
-from ...model.unloaded import unloaded
+from ...model.unloaded_tensors import unloaded
 from ...model.weight_matrices import adapted
 from ...model.weights import FullWeights, names_in_files, names_unless_split, places
 from ...network.shard_loading import meta_twin, open_base

@@ -1,7 +1,7 @@
 """Open what was written as a program does that has nothing else, and hold it to the run.
 
 No model is loaded: tokenizer, chat template, end tokens and the processor of pictures decide what a
-model is asked. Rows are the first of the run's training data, and a few of our own.
+model reads. Rows are the first of the run's training data, and a few of our own.
 """
 
 from __future__ import annotations
