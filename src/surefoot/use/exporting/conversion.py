@@ -43,6 +43,7 @@ from ...checkpoint.layouts.adapter_merge import (
     same_values,
 )
 from ...checkpoint.layouts.detection import detect_layout, is_sequence_classification
+from ...checkpoint.layouts.layout import AS_STORED, Reading
 from ...checkpoint.layouts.opening import has_opener, open_any, open_folder, open_named
 from ...checkpoint.sources import (
     DtypeName,
@@ -102,6 +103,7 @@ class FolderToConvert:
     folder: Path
     given: Hints = field(default_factory=Hints)
     exported: ModelFolders | None = None  # of an export: what was found
+    reading: Reading = AS_STORED
 
     @cached_property
     def base(self) -> Path | None:
@@ -110,7 +112,9 @@ class FolderToConvert:
             return None
         # Weights of another program need the base's configuration alone, and often have no other.
         folder = Path(self.given.base).expanduser()
-        return folder if files.exists(folder / CONFIG) else locate(self.given.base).folder
+        if files.exists(folder / CONFIG):
+            return folder
+        return locate(self.given.base, reading=self.reading).folder
 
     def adapter_base(self) -> Path | None:
         """The folder of an adapter's base; None for a full model."""
@@ -119,12 +123,13 @@ class FolderToConvert:
     @cached_property
     def parts(self) -> ModelFolders:
         """The folders of the model."""
-        return self.exported or find_parts(self.folder, base=self.given.base)
+        base, reading = self.given.base, self.reading
+        return self.exported or find_parts(self.folder, base=base, reading=reading)
 
     def weights(self) -> TensorSource:
         """The weights as stored, under Hugging Face's names."""
         if has_opener(self.folder):
-            return open_named(self.folder, self.base)
+            return open_named(self.folder, self.base, self.reading)
         return open_any(self.folder, trust_pickle=self.given.trust_pickle)
 
     def whole(
@@ -182,16 +187,21 @@ def export(
 
 
 def export_as(
-    path: str | Path, out: str | Path, to: Target, progress: Progress
+    path: str | Path,
+    out: str | Path,
+    to: Target,
+    progress: Progress,
+    reading: Reading = AS_STORED,
 ) -> tuple[Path, Done]:
-    """The same, with the notes of the target."""
+    """The same, with the notes of the target; ``reading`` as in ``locate``."""
     target = Path(out).expanduser().absolute()
 
     def find(damaged: Damaged) -> ModelFolders:
-        return find_parts(path, base=to.hints.base, damaged=damaged)
+        return find_parts(path, base=to.hints.base, damaged=damaged, reading=reading)
 
     def write(parts: ModelFolders) -> Done:
-        done = to.write(FolderToConvert(parts.folder, to.hints, parts), target, progress)
+        origin = FolderToConvert(parts.folder, to.hints, parts, parts.reading)
+        done = to.write(origin, target, progress)
         if target.is_dir():  # people may edit it, so it is no part of the receipt
             write_card(target, parts.folder)
         return done
@@ -205,12 +215,14 @@ def convert(
     target: Path,
     to: Target,
     progress: Progress = silent,
+    reading: Reading = AS_STORED,
 ) -> Done:
     """Write ``folder`` as ``to`` says into the new folder ``target``, from file to file: no model
     is built, and memory does not grow with it. Raises ``CheckpointError`` or ``ModelError`` for
     damaged weights, a base that is missing, or a write that fails, ``OptionError`` for options that
     mean nothing for this folder."""
-    done = to.write(FolderToConvert(folder, to.hints), target, progress)
+    origin = FolderToConvert(folder, to.hints, reading=reading)
+    done = to.write(origin, target, progress)
     if (folder / TOKENIZER_CONFIG).is_file() and (target / TOKENIZER_CONFIG).is_file():
         parts = ModelFolders(folder, None, folder, None)
         for line in read_alone(target, Artefact("huggingface", "", 0), parts).differences:
@@ -350,7 +362,8 @@ def merged_weights(
 ) -> MergedModel:
     """The weights of ``parts`` as one model; ``is_cast``: an adapter is merged in float32 at least,
     and the result is rounded by a cast. Raises ``CheckpointError`` if they do not merge."""
-    section = ModelSection(path=str(parts.model), trust_remote_code=trust_remote_code)
+    path, reading = str(parts.model), parts.reading
+    section = ModelSection(path=path, reading=reading, trust_remote_code=trust_remote_code)
     base, dequantized = base_weights(parts.model, section)
     if parts.adapter is None:
         return MergedModel(base, dequantized)
@@ -525,7 +538,8 @@ def base_weights(folder: Path, section: ModelSection) -> tuple[TensorSource, Map
         is_scored = is_sequence_classification(folder)  # its head has another name
         # Weights under other names, or of another shape, were once written as a model that nothing
         # opens, and with --no-verify nobody was told.
-        meta_twin(folder, section, open_named(folder) if is_scored else source)
+        named = open_named(folder, reading=section.reading) if is_scored else source
+        meta_twin(folder, section, named)
     except (ValueError, OSError, ImportError, KeyError) as error:
         raise ModelError(f"{folder}: cannot read the model: {first_line(error)}") from None
     return source, changes
@@ -536,7 +550,7 @@ def _stored_weights(
 ) -> tuple[TensorSource, Mapping[str, object]]:
     stored = read_config(folder / CONFIG).get("quantization_config")
     if not isinstance(stored, dict) or not is_dequantized_here(stored.get("quant_method")):
-        return open_folder(folder), {}
+        return open_folder(folder, section.reading), {}
     return open_base(folder, section), {"quantization_config": None}
 
 
