@@ -11,10 +11,13 @@ from surefoot.plugins.mindspore.prediction import convert_prediction
 from surefoot.plugins.mindspore.recipe import convert as convert_recipe
 from surefoot.plugins.mindspore.target import MindSporeFolder
 from surefoot.plugins.mindspore.tensor_layout import ParallelConfig
+from surefoot.recipe.prediction import PredictModel
 from surefoot.recipe.recipe import load
 from surefoot.recipe.yaml import parse
 from surefoot.run.training_run import build, run
+from surefoot.schema.locations import ModelPath
 from surefoot.use.exporting.conversion import convert
+from surefoot.use.model_loading import open_predicted
 
 STATED = "data_parallel=2,model_parallel=2,enable_parallel_optimizer=true,vocab_emb_dp=false"
 STATED += ",parallel_optimizer_threshold=0"
@@ -72,6 +75,19 @@ def test_strategy_files_elsewhere_are_named_for_every_command(project):
     answer = commands.ok("chat", project / "model", *ASK)
     found = commands.ok("chat", project / "ranks", *ASK, "--strategy", project / "cut" / "strategy")
     assert found == answer
+
+
+def test_what_one_model_is_read_by_is_no_state_of_the_process(project):
+    path = ModelPath(project / "ranks")
+    stated = PredictModel(path=path, reading={"source_parallel_config": ModelPath(STATED)})
+    assert open_predicted(stated).network.num_parameters
+    with pytest.raises(CheckpointError, match="several ways"):
+        open_predicted(PredictModel(path=path))
+
+
+def test_an_export_is_verified_later_as_its_ranks_were_read(project, tmp_path):
+    commands.ok("export", project / "ranks", tmp_path / "out", "--no-verify", *SAID)
+    assert "verified" in commands.ok("export", "verify", tmp_path / "out")
 
 
 def test_what_is_stated_of_another_folder_is_refused(project):
