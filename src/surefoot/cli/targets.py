@@ -66,7 +66,8 @@ class ReadingCommand(click.Command):
             ctx.params["overrides"] = (*ctx.params["overrides"], *settings)
         else:
             named = [value for value in ctx.params.values() if isinstance(value, str | Path)]
-            check_reading([each for each in named if Path(each).is_dir()], reading)
+            folders = [each for each in named if Path(each).is_dir() or _has_options(each)]
+            check_reading(folders, reading)
             ctx.params["read_as"] = reading
         return super().invoke(ctx)
 
