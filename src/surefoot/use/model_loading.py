@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
@@ -303,7 +303,7 @@ class ModelFolders:
     recipe: Recipe | None
     weights: Path | None = None  # of the model, if they are elsewhere
     chosen: frozenset[Path] = frozenset()  # those that were chosen among the checkpoints of a run
-    reading: Reading = AS_STORED  # of the weights
+    reading: Reading = field(default_factory=dict)  # of the weights
 
     @property
     def folder(self) -> Path:

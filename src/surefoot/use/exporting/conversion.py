@@ -103,7 +103,7 @@ class FolderToConvert:
     folder: Path
     given: Hints = field(default_factory=Hints)
     exported: ModelFolders | None = None  # of an export: what was found
-    reading: Reading = AS_STORED
+    reading: Reading = field(default_factory=dict)
 
     @cached_property
     def base(self) -> Path | None:
@@ -297,7 +297,7 @@ def unloaded_weights(parts: ModelFolders) -> TensorSource | None:
     if not files.is_folder(Path(path)) and not has_more:
         return None  # of a hub, whose download nothing asks for
     try:
-        base = find_parts(path)
+        base = find_parts(path, reading=parts.recipe.model.reading)
     except (ModelError, CheckpointError) as error:
         if has_more:
             logger.warning(
@@ -306,8 +306,8 @@ def unloaded_weights(parts: ModelFolders) -> TensorSource | None:
                 error,
             )
         return None
-    stored = open_folder(base.model)
-    model = meta_model(parts.model, parts.recipe.model.trust_remote_code)
+    stored = open_folder(base.model, base.reading)
+    model = meta_model(parts.model, parts.recipe.model.trust_remote_code, parts.reading)
     own = unloaded(model, stored.shapes())
     sources: list[TensorSource] = []
     sources += [Renamed(stored, {name: name for name in own})] if own else []
@@ -334,7 +334,7 @@ def _scored(
             "nothing" if pad is None else repr(tokenizer.pad_token),
         )
         pad = None
-    model = meta_model(parts.model, trust_remote_code)
+    model = meta_model(parts.model, trust_remote_code, parts.reading)
     source, changes = as_sequence_classification(whole.source, head, model)
     changes = {**whole.changes, **changes, "pad_token_id": pad}
     return MergedModel(source, changes, whole.stop_token_ids)
@@ -368,7 +368,7 @@ def merged_weights(
     if parts.adapter is None:
         return MergedModel(base, dequantized)
     tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=trust_remote_code)
-    model = meta_model(parts.model, trust_remote_code)
+    model = meta_model(parts.model, trust_remote_code, parts.reading)
     names = _names(model)
     old = base.shapes().get(names.embed, (0,))[0]
     if is_cast and torch.float64 not in base.dtypes().values():
@@ -554,10 +554,13 @@ def _stored_weights(
     return open_base(folder, section), {"quantization_config": None}
 
 
-def meta_model(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
+def meta_model(
+    folder: Path, trust_remote_code: bool, reading: Reading = AS_STORED
+) -> PreTrainedModel:
     """The model in ``folder`` without its values. It knows the names in its files: some models have
     two families of them, and transformers writes back the one that it has read."""
-    section = ModelSection(path=str(folder), trust_remote_code=trust_remote_code)
+    path = str(folder)
+    section = ModelSection(path=path, reading=reading, trust_remote_code=trust_remote_code)
     try:
         if detect_layout(folder) is not None:
             twin = meta_twin(folder, section, open_base(folder, section))
