@@ -85,11 +85,6 @@ def test_what_one_model_is_read_by_is_no_state_of_the_process(project):
         open_predicted(PredictModel(path=path))
 
 
-def test_an_export_is_verified_later_as_its_ranks_were_read(project, tmp_path):
-    commands.ok("export", project / "ranks", tmp_path / "out", "--no-verify", *SAID)
-    assert "verified" in commands.ok("export", "verify", tmp_path / "out")
-
-
 def test_what_is_stated_of_another_folder_is_refused(project):
     assert "has no effect on" in commands.refused("ckpt", "show", project / "model", *SAID)
 
@@ -105,6 +100,19 @@ def test_a_run_from_ranks_records_how_they_are_read(project, tmp_path):
     assert run(load(recipe, [reading])).state.global_step == 2
     assert run(load(tmp_path / "run", ["train.max_steps=3"])).state.global_step == 3
     commands.ok("chat", tmp_path / "run", *ASK)
+
+
+def test_an_export_is_verified_later_as_its_ranks_were_read(project, tmp_path):
+    """An adapter alone has no recipe: that of its run said how the base is read."""
+    train = {"max_steps": 1, "eval_steps": None, "output_dir": str(tmp_path / "run")}
+    recipe = save_recipe(
+        project, model={"path": str(project / "model")}, method="lora", train=train
+    )
+    run(load(recipe))
+    commands.ok("ckpt", "convert", tmp_path / "run/checkpoint-1", tmp_path / "peft", "--to", "peft")
+    words = ("--base", project / "ranks", *SAID)
+    commands.ok("export", tmp_path / "peft", tmp_path / "out", "--no-verify", *words)
+    commands.ok("export", "verify", tmp_path / "out")
 
 
 THEIRS = """\
