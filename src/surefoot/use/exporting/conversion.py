@@ -223,7 +223,9 @@ def convert(
     mean nothing for this folder."""
     origin = FolderToConvert(folder, to.hints, reading=reading)
     done = to.write(origin, target, progress)
-    if (folder / TOKENIZER_CONFIG).is_file() and (target / TOKENIZER_CONFIG).is_file():
+    # An adapter alone has no config.json, which says where responses end: its base has.
+    names = [folder / TOKENIZER_CONFIG, target / TOKENIZER_CONFIG, target / CONFIG]
+    if all(map(files.exists, names)):
         parts = ModelFolders(folder, None, folder, None)
         for line in read_alone(target, Artefact("huggingface", "", 0), parts).differences:
             logger.warning("%s by itself: %s", target, line)
