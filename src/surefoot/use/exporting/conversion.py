@@ -552,7 +552,8 @@ def _stored_weights(
 ) -> tuple[TensorSource, Mapping[str, object]]:
     stored = read_config(folder / CONFIG).get("quantization_config")
     if not isinstance(stored, dict) or not is_dequantized_here(stored.get("quant_method")):
-        return open_folder(folder, section.reading), {}
+        opener = open_named if has_opener(folder) else open_folder
+        return opener(folder, reading=section.reading), {}
     return open_base(folder, section), {"quantization_config": None}
 
 
