@@ -27,6 +27,7 @@ from .disk.folder import CheckpointFolder, is_download, open_checkpoint
 from .disk.manifest import MANIFEST, STATE, Piece, is_safetensors
 from .disk.tensorfile import TensorFile
 from .layouts.detection import detect_layout, has_manifest, is_foreign, open_weights
+from .layouts.layout import AS_STORED, Reading
 from .state.roles import FileRole, role_of
 
 PLAIN_JSON = ("config.json", "adapter_config.json", "generation_config.json")
@@ -58,7 +59,13 @@ class Found:
 Progress = Callable[[int], None]  # is told the bytes of every tensor once it is hashed
 
 
-def verify(folder: Path | str, *, full: bool = True, progress: Progress | None = None) -> Report:
+def verify(
+    folder: Path | str,
+    *,
+    full: bool = True,
+    progress: Progress | None = None,
+    reading: Reading = AS_STORED,
+) -> Report:
     """Check a folder of weights; with ``full`` every byte that has a hash.
 
     In a Surefoot checkpoint every byte has one. In a foreign folder, headers, index and
@@ -71,7 +78,7 @@ def verify(folder: Path | str, *, full: bool = True, progress: Progress | None =
     if layout is None and step_of(folder) < 0:
         open_weights(folder)  # says what there is instead
     if layout is not None and not layout.has_manifest:
-        return _verify_plain(folder)
+        return _verify_plain(folder, reading)
     return verify_checkpoint(folder, full=full, progress=progress)
 
 
@@ -117,10 +124,10 @@ def expect_valid(folder: Path) -> None:
         raise CheckpointError(report.problems[0])
 
 
-def _verify_plain(folder: Path) -> Report:
+def _verify_plain(folder: Path, reading: Reading) -> Report:
     problems = []
     try:
-        open_weights(folder)
+        open_weights(folder, reading)
         for name in PLAIN_JSON:
             if files.exists(folder / name):
                 with files.raising(CheckpointError):

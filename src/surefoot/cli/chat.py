@@ -116,18 +116,23 @@ def _open(path: str, options: dict[str, object]) -> Conversation:
         from ..data.text.prompts import read_tools
         from ..errors import RecipeError
         from ..generate.section import with_options
-        from ..use import Conversation, open_model
+        from ..recipe.prediction import PredictModel
+        from ..schema.locations import ModelPath
+        from ..use import Conversation
         from ..use.conversation import with_thinking
+        from ..use.model_loading import open_predicted
 
     options["stop"] = options["stop"] or None  # of the recipe, unless there are others
     tools = read_tools(Path(str(options["tools"]))) if options["tools"] else ()
-    opened = open_model(
-        path,
+    model = PredictModel(
+        path=ModelPath(path),
         adapter=options["adapter"],  # type: ignore[arg-type]
         base=options["base"],  # type: ignore[arg-type]
+        reading=options["read_as"],  # type: ignore[arg-type]
         dtype=options["dtype"],  # type: ignore[arg-type]
         trust_remote_code=bool(options["trust_remote_code"]),
     )
+    opened = open_predicted(model)
     try:
         section = with_options(opened.generate, options)
     except ValueError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,6 +118,8 @@ def _evaluate_on_held_out_data(
     # memory of answers and more (docs/decisions/0035): the command line says it anew.
     parallel, others = parallel_of(overrides)
     recipe = resolved_recipe(path, others)
+    if read_as := options.get("read_as"):  # of --model, which is not the recipe's
+        recipe = replace(recipe, model=replace(recipe.model, reading=read_as))
     compare = None
     if options["similarity"]:  # which needs a package, so before the ranks start
         with loading():
@@ -227,12 +230,12 @@ def _evaluate_on_tasks(path: str, overrides: Sequence[str], options: Mapping[str
     with loading():
         from ..parallel.sharded_model import with_replicas
         from ..parallel.world import joined
-        from ..use.model_loading import open_model
+        from ..use.model_loading import open_predicted
         from ..use.prediction import Output
 
     journal, parallel = Output(output, force), with_replicas(prediction.parallel)
     with joined(parallel) as world:
-        loaded = open_model(**prediction.model.arguments, world=world, parallel=parallel)
+        loaded = open_predicted(prediction.model, world, parallel)
         if is_chat and loaded.template is None:
             raise RecipeError("--prompts chat: the model has no chat template; write text")
         # generate.batch_size is that of the command line, or of the model's run

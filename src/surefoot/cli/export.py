@@ -10,7 +10,7 @@ import click
 
 from ..errors import ModelError
 from .table import reading
-from .targets import TargetCommand, naming_packages, state_options_of_source, target_of
+from .targets import TargetCommand, naming_packages, reading_of_source, target_of
 
 
 @click.command("verify")
@@ -88,10 +88,10 @@ def export(path: str, out: Path, verify: bool, kind: str | None, **options: Any)
         )
     try:
         explicit_options = {name: value for name, value in options.items() if value}
-        state_options_of_source(kind, explicit_options, path, options["base"])
+        read_as = reading_of_source(kind, explicit_options, path, options["base"])
         to = target_of(kind, explicit_options)
         with reading("writing", None) as advance, naming_packages(to):
-            written, done = export_as(path, out, to, advance)
+            written, done = export_as(path, out, to, advance, read_as)
     except OptionError as error:
         raise click.UsageError(str(error)) from None
     click.echo(f"wrote {written}")

@@ -12,15 +12,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import click
 
 from ..checkpoint.layouts.detection import detect_layout
-from ..checkpoint.layouts.reading import (
-    READING,
-    forget_options,
-    state_options,
-    without_none,
-)
+from ..checkpoint.layouts.layout import Reading
+from ..checkpoint.layouts.reading import READING, check_reading, without_none
 from ..errors import CheckpointError, ModelError, installation
 from ..parallel.sharding import Mesh
 from ..schema import Setting, settings
+from ..schema.locations import ModelPath
 from ..schema.named_values import pairs
 
 if TYPE_CHECKING:
@@ -60,19 +57,18 @@ class ReadingCommand(click.Command):
         return [*params, *options, last]
 
     def invoke(self, ctx: click.Context) -> object:
-        """State the options, which the command itself does not get."""
-        ctx.call_on_close(forget_options)
+        """Give them to the command as ``read_as``, or as overrides."""
         given = {name: ctx.params.pop(name) for name in reading_settings()}
-        given = {name: value for name, value in given.items() if value is not None}
-        if not given:
-            return super().invoke(ctx)
-        named = [value for value in ctx.params.values() if isinstance(value, str | Path)]
-        folders = [each for each in named if Path(each).is_dir() or _has_options(each)]
-        if "overrides" in ctx.params and not any(map(_has_options, folders)):
-            settings = (f"model.reading.{name}={value}" for name, value in given.items())
+        reading = {n: ModelPath(value) for n, value in given.items() if value is not None}
+        model = ctx.params.get("model")  # of eval, beside a recipe
+        if "overrides" in ctx.params and not (model and _has_options(model)):
+            settings = (f"model.reading.{name}={value}" for name, value in reading.items())
             ctx.params["overrides"] = (*ctx.params["overrides"], *settings)
         else:
-            state_options(folders, given)
+            named = [value for value in ctx.params.values() if isinstance(value, str | Path)]
+            folders = [each for each in named if Path(each).is_dir() or _has_options(each)]
+            check_reading(folders, reading)
+            ctx.params["read_as"] = reading
         return super().invoke(ctx)
 
 
@@ -166,16 +162,17 @@ def target_of(kind: str, explicit_options: Mapping[str, Any]) -> Target:
     return TARGETS[kind](**values)
 
 
-def state_options_of_source(
+def reading_of_source(
     kind: str, explicit_options: dict[str, Any], *folders: Path | str | None
-) -> None:
-    """Take from ``explicit_options`` what is an option of SRC, and none of the target ``kind``, and
-    state it of ``folders``."""
+) -> Reading:
+    """Take from ``explicit_options`` what is an option of SRC, and none of the target ``kind``.
+    Raises ``CheckpointError`` if it has no effect on ``folders``."""
     from ..checkpoint.converting.targets import TARGETS
 
-    click.get_current_context().call_on_close(forget_options)
     names = explicit_options.keys() & (reading_settings().keys() - settings(TARGETS[kind]).keys())
-    state_options(folders, {name: explicit_options.pop(name) for name in sorted(names)})
+    reading = {name: ModelPath(explicit_options.pop(name)) for name in sorted(names)}
+    check_reading(folders, reading)
+    return reading
 
 
 @contextmanager

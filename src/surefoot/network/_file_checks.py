@@ -56,7 +56,7 @@ def check_files(base: Path | None, section: ModelSection) -> None:
     with silenced():
         meta_model = init_on_meta(base, section, dtype=training_dtype(section))
     if meta_model is None and has_opener(base):
-        open_named(base)  # which says what is wrong with its slices
+        open_named(base, reading=section.reading)  # which says what is wrong with its slices
     adapters = [*([] if section.adapter is None else [section.adapter]), *section.frozen_adapters]
     for folder in adapters:
         if has_manifest(folder) and (problems := verify_weights(folder).problems):

@@ -318,7 +318,8 @@ def _read(
         return read_base(base, section, weights)
     if quantization_of(config) is not None:
         refuse_uneven_blocks(config, open_folder(base).shapes(), base)
-    return scattered(base) if weights is None else read_named(weights, base)
+    reading = section.reading
+    return scattered(base, reading) if weights is None else read_named(weights, base, reading)
 
 
 def method_of(draft: Draft, attach_from: Callable[[PreTrainedModel, Path], nn.Module]) -> Adapt:

@@ -193,7 +193,7 @@ def _name_unloaded(draft: Draft) -> None:
     """Log the tensors of the base that are not in the model."""
     if detect_layout(draft.base) is None:
         return  # its weights come from elsewhere
-    source = open_named(draft.base)
+    source = open_named(draft.base, reading=draft.section.reading)
     shapes, dtypes = source.shapes(), source.dtypes()
     if names := unloaded(draft.inner, shapes):
         size = sum(prod(shapes[name]) * dtypes[name].itemsize for name in names)

@@ -319,7 +319,7 @@ def open_base(
     """The tensors of the model in ``base``, with the values in ``weights`` if that is given; those
     that are stored in one of the ``FORMS`` of quantized weights dequantized. ``is_checked`` as in
     ``FolderSource``. Raises ``ModelError`` if a part of a quantized weight is wrong."""
-    source = open_named(weights or base, base, is_checked=is_checked)
+    source = open_named(weights or base, base, section.reading, is_checked=is_checked)
     form = form_of(read_config(base, section), base)
     if form is None:
         return source

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from .. import schema
 from ..checkpoint.layouts.detection import is_sequence_classification
-from ..checkpoint.layouts.reading import state_options
+from ..checkpoint.layouts.reading import check_reading
 from ..errors import RecipeError
 from ..generate.section import GenerateSection
 from ..parallel.section import ParallelSection
@@ -27,7 +27,7 @@ _OF_TRAINING = ("data", "stage", "train")  # sections that a recipe with trainin
 
 @dataclass(frozen=True, kw_only=True)
 class PredictModel:
-    """Which model generates."""
+    """Which model generates: the arguments of ``open_model``."""
 
     path: ModelPath
     """A run's folder (its best or latest checkpoint), a checkpoint, an adapter, a model folder,
@@ -46,11 +46,6 @@ class PredictModel:
     """Type of the weights. ``auto``: as stored on a GPU, float32 on a CPU."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off unless you trust its author."""
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Those of ``open_model``; it finds ``reading`` where ``load`` has stated it."""
-        return {name: value for name, value in vars(self).items() if name != "reading"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +84,7 @@ def load(
     base_of = bases(document, Path(path).parent if _is_file(path) else Path())
     prediction = schema.mapped(prediction, placing(base_of))
     model = prediction.model
-    if model.reading:  # otherwise as the command has stated it
-        state_options((model.weights or model.path, model.base), model.reading)
+    check_reading((model.weights or model.path, model.base), model.reading)
     return prediction
 
 

@@ -23,6 +23,7 @@ from ..checkpoint.sources import Shape, TensorSource
 from ..checkpoint.state.states import local_box_of
 from ..errors import CheckpointError, RunError, counted
 from ..extensions import Extended
+from ..model.base_identity import BaseModel
 from ..network.method import Weights
 from ..optim import OPTIMIZERS
 from ..optim.bf16_weights import rule_of
@@ -60,7 +61,7 @@ class ForeignTrainer(ABC):
         """Refuse what shows without a model; by default nothing."""
         return
 
-    def check_weights(self, folder: Path, base: Path) -> None:
+    def check_weights(self, folder: Path, base: BaseModel) -> None:
         """Refuse what headers show, before the data is encoded; by default nothing."""
         return
 
@@ -78,7 +79,7 @@ class ForeignTrainer(ABC):
         return optim, method
 
     @abstractmethod
-    def load(self, folder: Path, trainer: Trainer, *, base: Path, trust_pickle: bool) -> None:
+    def load(self, folder: Path, trainer: Trainer, *, base: BaseModel, trust_pickle: bool) -> None:
         """Make ``trainer`` what the other trainer was."""
 
 

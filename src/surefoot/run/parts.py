@@ -98,7 +98,7 @@ class Start:
         if before is not None:
             compare_with_checkpoint(self.folder, before, recipe, recipe.train.folder, weights)
 
-    def restore(self, trainer: Trainer, base: Path) -> None:
+    def restore(self, trainer: Trainer, base: BaseModel) -> None:
         """Give ``trainer`` the states of the checkpoint."""
         folder, trust = self.folder, self.trust_pickle
         if self.writer is not None:
@@ -162,7 +162,7 @@ class RunParts:
             # encoding.
             world.on_main(partial(parts._refuse, world))
         elif start.writer is not None:
-            world.on_main(partial(start.writer.check_weights, start.folder, parts.base.folder))
+            world.on_main(partial(start.writer.check_weights, start.folder, parts.base))
         if is_recorded and world.is_main:
             record |= bases.record()
         return replace(parts, record=record, start=start)
@@ -278,7 +278,7 @@ class RunParts:
     def restore(self, trainer: Trainer) -> None:
         """Give ``trainer`` the states of the checkpoint, if the run is resumed from one."""
         if self.start is not None:
-            self.start.restore(trainer, self.base.folder)
+            self.start.restore(trainer, self.base)
             check_code(self.record, self.start.folder)
         trainer.settle_best()
 

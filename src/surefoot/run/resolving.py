@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .. import schema
 from ..checkpoint.disk.commit import named
-from ..checkpoint.layouts.reading import state_options
+from ..checkpoint.layouts.reading import check_reading
 from ..errors import CheckpointError
 from ..recipe.comparison import changes
 from ..recipe.files import ADAPTER, CONFIG, read_adapter
@@ -24,7 +24,7 @@ def resolved(recipe: Recipe) -> Recipe:
     adapter that it continues. Opens folders. Raises ``RecipeError``, and ``CheckpointError`` for
     ``model.reading``."""
     recipe = schema.mapped(recipe, _of_run)
-    state_options((recipe.model.path, recipe.checkpoint.resume), recipe.model.reading)
+    check_reading((recipe.model.path, recipe.checkpoint.resume), recipe.model.reading)
     model = recipe.model
     model = replace(
         model,

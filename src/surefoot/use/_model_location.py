@@ -10,6 +10,7 @@ from typing import Any
 from ..checkpoint.converting.targets import read_config
 from ..checkpoint.disk.commit import named, step_of
 from ..checkpoint.layouts.detection import detect_layout, open_weights
+from ..checkpoint.layouts.layout import AS_STORED, Reading
 from ..checkpoint.layouts.opening import has_opener, open_named
 from ..checkpoint.looking.listing import stores
 from ..checkpoint.verification import verify
@@ -50,7 +51,11 @@ class ModelLocation:
 
 
 def locate(
-    path: str | Path, damaged: Damaged = NONE_DAMAGED, *, model: Path | None = None
+    path: str | Path,
+    damaged: Damaged = NONE_DAMAGED,
+    *,
+    model: Path | None = None,
+    reading: Reading = AS_STORED,
 ) -> ModelLocation:
     """The weights at ``path``.
 
@@ -60,6 +65,7 @@ def locate(
             file, a hub id.
         damaged: checkpoints that are known to be damaged, which a run's folder never means.
         model: the folder of their configuration, if it is elsewhere.
+        reading: how weights of another program are read, where their files do not say it.
 
     Raises:
         ModelError: nothing exists there, or no weights that can be read.
@@ -71,7 +77,7 @@ def locate(
     if files.size_of(local) is not None:
         return _of_recipe(local, damaged)
     if files.is_folder(local):
-        return _of_folder(local, damaged, model=model)
+        return _of_folder(local, damaged, model=model, reading=reading)
     if str(path).startswith((".", "/", "~")):
         raise ModelError(f"no folder {path}; expected a run, a checkpoint, a model or an adapter")
     return _of_folder(_of_hub(str(path)), shown=str(path))
@@ -124,10 +130,11 @@ def _of_folder(
     *,
     shown: str | None = None,
     model: Path | None = None,
+    reading: Reading = AS_STORED,
 ) -> ModelLocation:
     """The weights in a folder, ``shown`` under another name if it is a download."""
     if detect_layout(folder) is not None and not is_run(folder):
-        _check(folder, model)
+        _check(folder, model, reading)
         return _with_recipe(folder)
     if named(folder):
         return _of_run(folder, damaged)
@@ -146,11 +153,11 @@ def _of_folder(
     raise ModelError(f"{folder}: contains no weights that can be read")
 
 
-def _check(folder: Path, model: Path | None) -> None:
+def _check(folder: Path, model: Path | None, reading: Reading) -> None:
     if model is not None and has_opener(folder):
-        open_named(folder, model)
+        open_named(folder, model, reading)
         return
-    report = verify(folder, full=False)
+    report = verify(folder, full=False, reading=reading)
     if not report.ok:
         raise CheckpointError(report.problems[0])
 

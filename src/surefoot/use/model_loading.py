@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, TypeVar, cast
@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoint.layouts.detection import is_sequence_classification
-from ..checkpoint.layouts.reading import state_options
+from ..checkpoint.layouts.layout import AS_STORED, Reading
 from ..data.example import JSON, Message
 from ..data.media.batch_media import BatchMedia, PromptPictures
 from ..data.media.files import Seen
@@ -37,6 +37,7 @@ from ..network.network import Network
 from ..network.open import open_network
 from ..parallel.section import ParallelSection
 from ..parallel.world import ALONE, World
+from ..recipe.prediction import PredictModel
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import media_of
 from ..recipe.run_recipe import NONE_DAMAGED, Damaged
@@ -170,7 +171,26 @@ def open_model(
         RecipeError: the model cannot be sharded by ``parallel``.
     """
     section = ModelSection(path="", dtype=dtype, trust_remote_code=trust_remote_code)
-    return _opened(section, world, parallel, (), path, adapter=adapter, base=base, weights=weights)
+    find = partial(find_parts, path, adapter=adapter, base=base, weights=weights)
+    return _opened(section, world, parallel, (), find)
+
+
+def open_predicted(
+    model: PredictModel, world: World = ALONE, parallel: ParallelSection = PLAINLY
+) -> LoadedModel:
+    """The same of the section of a prediction, which also says how weights of another program are
+    read."""
+    dtype, is_trusted = model.dtype, model.trust_remote_code
+    section = ModelSection(path="", dtype=dtype, trust_remote_code=is_trusted)
+    find = partial(
+        find_parts,
+        model.path,
+        adapter=model.adapter,
+        base=model.base,
+        weights=model.weights,
+        reading=model.reading,
+    )
+    return _opened(section, world, parallel, (), find)
 
 
 def open_to_measure(
@@ -186,7 +206,8 @@ def open_to_measure(
     which start at 0 if the model has none."""
     dtype, is_trusted = model.dtype, model.trust_remote_code
     section = ModelSection(path="", dtype=dtype, trust_remote_code=is_trusted)
-    return _opened(section, world, parallel, heads, path, base=base)
+    find = partial(find_parts, path, base=base, reading=model.reading)
+    return _opened(section, world, parallel, heads, find)
 
 
 def _opened(
@@ -194,17 +215,16 @@ def _opened(
     world: World,
     parallel: ParallelSection,
     heads: Sequence[str],
-    path: str | Path,
-    **named: str | Path | None,
+    parts_of: Callable[..., ModelFolders],
 ) -> LoadedModel:
-    """The model at ``path``; ``named`` are the folders of its parts that the user named."""
+    """The model whose folders ``parts_of`` finds."""
 
     def find(damaged: Damaged) -> ModelFolders:
         with world.main_first():  # which downloads what is elsewhere
-            return find_parts(path, damaged=damaged, **named)
+            return parts_of(damaged=damaged)
 
     def load(parts: ModelFolders) -> LoadedModel:
-        section = replace(settings, path=str(parts.model))
+        section = replace(settings, path=str(parts.model), reading=parts.reading)
         tokenizer, template = _tokens_of(parts, trust_remote_code=section.trust_remote_code)
         network = _open(parts, section, tokenizer, world, parallel, heads)
         opened = LoadedModel(network, tokenizer, template, parts.recipe, parts.folder, parts.all)
@@ -283,6 +303,7 @@ class ModelFolders:
     recipe: Recipe | None
     weights: Path | None = None  # of the model, if they are elsewhere
     chosen: frozenset[Path] = frozenset()  # those that were chosen among the checkpoints of a run
+    reading: Reading = field(default_factory=dict)  # of the weights
 
     @property
     def folder(self) -> Path:
@@ -371,22 +392,28 @@ def find_parts(
     base: str | Path | None = None,
     weights: str | Path | None = None,
     damaged: Damaged = NONE_DAMAGED,
+    reading: Reading = AS_STORED,
 ) -> ModelFolders:
     """The folders of the model, its adapter and its tokenizer; see ``open_model``, and ``locate``
     for ``damaged``."""
     if weights is None:
-        return _parts(locate(path, damaged), adapter, base, damaged)
+        located = locate(path, damaged, reading=reading)
+        return _parts(located, adapter, base, damaged, reading)
     model = resolve(ModelSection(path=str(path)), weights=False)
-    values = locate(weights, damaged, model=model)
+    values = locate(weights, damaged, model=model, reading=reading)
     if values.is_adapter:
         raise ModelError(f"{values}: is an adapter, not the weights of a full model")
-    parts = _parts(ModelLocation(model, is_adapter=False), adapter, base, damaged)
+    parts = _parts(ModelLocation(model, is_adapter=False), adapter, base, damaged, reading)
     chosen = parts.chosen | _chosen(values)
     return replace(parts, weights=values.folder, chosen=chosen)
 
 
 def _parts(
-    located: ModelLocation, adapter: str | Path | None, base: str | Path | None, damaged: Damaged
+    located: ModelLocation,
+    adapter: str | Path | None,
+    base: str | Path | None,
+    damaged: Damaged,
+    reading: Reading,
 ) -> ModelFolders:
     if adapter is not None:
         if located.is_adapter:
@@ -396,33 +423,37 @@ def _parts(
             raise ModelError(
                 f"{top}: contains no {top.adapter_config.name}; expected the folder of an adapter"
             )
-        _state_reading(top)
-        return _on_base(top, located)
+        return _on_base(top, located, reading)
     if located.is_adapter:
-        return _on_base(located, _base_of(located, base, damaged))
+        return _on_base(located, _base_of(located, base, damaged, reading), reading)
     if base is not None:
         raise ModelError(f"{located}: is a full model, not an adapter, so it has no --base")
     folder = located.folder
-    return ModelFolders(folder, None, folder, located.recipe, chosen=_chosen(located))
+    chosen = _chosen(located)
+    return ModelFolders(folder, None, folder, located.recipe, None, chosen, reading)
 
 
 def _chosen(*located: ModelLocation) -> frozenset[Path]:
     return frozenset(location.folder for location in located if location.is_chosen)
 
 
-def _on_base(adapter: ModelLocation, base: ModelLocation) -> ModelFolders:
+def _on_base(adapter: ModelLocation, base: ModelLocation, reading: Reading) -> ModelFolders:
+    if not reading and adapter.recipe is not None:  # its base is read as its run has read it
+        reading = adapter.recipe.model.reading
     has_tokenizer = any((adapter.folder / name).is_file() for name in TOKENIZER_FILES)
     tokenizer = adapter.folder if has_tokenizer else base.folder
     chosen = _chosen(adapter, base)
-    return ModelFolders(base.folder, adapter.folder, tokenizer, adapter.recipe, chosen=chosen)
+    folder, recipe = adapter.folder, adapter.recipe
+    return ModelFolders(base.folder, folder, tokenizer, recipe, None, chosen, reading)
 
 
-def _base_of(adapter: ModelLocation, base: str | Path | None, damaged: Damaged) -> ModelLocation:
+def _base_of(
+    adapter: ModelLocation, base: str | Path | None, damaged: Damaged, reading: Reading
+) -> ModelLocation:
     """The base of an adapter: ``base``, or the one in its files, if these are still what the
     adapter was trained on."""
-    _state_reading(adapter)
     if base is not None:
-        located = locate(base, damaged)
+        located = locate(base, damaged, reading=reading)
         if located.is_adapter:
             raise ModelError(f"--base {base}: is an adapter; merge it first with `surefoot export`")
         return located
@@ -434,12 +465,6 @@ def _base_of(adapter: ModelLocation, base: str | Path | None, damaged: Damaged) 
             f"--base {named_base}"
         )
     return named_base
-
-
-def _state_reading(adapter: ModelLocation) -> None:
-    """Read the base of an adapter as the recipe of its run says."""
-    if adapter.recipe is not None and adapter.recipe.model.reading:
-        state_options((adapter.recipe.model.path,), adapter.recipe.model.reading)
 
 
 def _named_base(adapter: ModelLocation) -> ModelLocation:

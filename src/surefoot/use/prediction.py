@@ -34,7 +34,7 @@ from ..recipe.prediction import Prediction, load
 from ..schema.locations import DatasetReference
 from ..storage import files
 from .conversation import Answer, answer_of, finish_reason, with_thinking
-from .model_loading import LoadedModel, open_model, refuse_reward_model
+from .model_loading import LoadedModel, open_predicted, refuse_reward_model
 
 # A bar for work of a title and a length: entered, it gives what is called with each advance.
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
@@ -67,7 +67,7 @@ def answer_prompts(
     ``path`` and ``overrides`` say; what they leave open of generation, the model's run says.
     Answers are stored beside ``output``, if any, as they are made. Raises as ``open_model`` and
     ``predict`` do."""
-    opened = open_model(**prediction.model.arguments, world=world, parallel=prediction.parallel)
+    opened = open_predicted(prediction.model, world, prediction.parallel)
     opened = with_thinking(opened, options.thinks).reading_from(options.media_folder)
     section = load(path, overrides, generate=opened.generate).generate
     with progress("answers", len(prompts)) as advance:
@@ -226,7 +226,7 @@ def score_rows(
             )
     if unread := unread_in(examples, ()):
         logger.warning("rows: %s", unread_line(unread))
-    opened = open_model(**prediction.model.arguments, world=world, parallel=prediction.parallel)
+    opened = open_predicted(prediction.model, world, prediction.parallel)
     opened = opened.reading_from(media_folder)
     size = load(path, overrides, generate=opened.generate).generate.batch_size
     count = sum(len(_names(example)) for example in examples)

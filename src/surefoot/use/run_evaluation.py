@@ -176,7 +176,7 @@ def evaluated_path(recipe: Recipe, model: str | None, world: World) -> str | Non
     with world.main_first():  # which downloads what is elsewhere
         path = None if model == BASE else _path(recipe.train.output_dir, model)
         if path is not None:
-            locate(path)  # what is missing is said before slow work
+            locate(path, reading=recipe.model.reading)  # what is missing is said before slow work
     return path
 
 

@@ -11,10 +11,13 @@ from surefoot.plugins.mindspore.prediction import convert_prediction
 from surefoot.plugins.mindspore.recipe import convert as convert_recipe
 from surefoot.plugins.mindspore.target import MindSporeFolder
 from surefoot.plugins.mindspore.tensor_layout import ParallelConfig
+from surefoot.recipe.prediction import PredictModel
 from surefoot.recipe.recipe import load
 from surefoot.recipe.yaml import parse
 from surefoot.run.training_run import build, run
+from surefoot.schema.locations import ModelPath
 from surefoot.use.exporting.conversion import convert
+from surefoot.use.model_loading import open_predicted
 
 STATED = "data_parallel=2,model_parallel=2,enable_parallel_optimizer=true,vocab_emb_dp=false"
 STATED += ",parallel_optimizer_threshold=0"
@@ -74,6 +77,14 @@ def test_strategy_files_elsewhere_are_named_for_every_command(project):
     assert found == answer
 
 
+def test_what_one_model_is_read_by_is_no_state_of_the_process(project):
+    path = ModelPath(project / "ranks")
+    stated = PredictModel(path=path, reading={"source_parallel_config": ModelPath(STATED)})
+    assert open_predicted(stated).network.num_parameters
+    with pytest.raises(CheckpointError, match="several ways"):
+        open_predicted(PredictModel(path=path))
+
+
 def test_what_is_stated_of_another_folder_is_refused(project):
     assert "has no effect on" in commands.refused("ckpt", "show", project / "model", *SAID)
 
@@ -89,6 +100,19 @@ def test_a_run_from_ranks_records_how_they_are_read(project, tmp_path):
     assert run(load(recipe, [reading])).state.global_step == 2
     assert run(load(tmp_path / "run", ["train.max_steps=3"])).state.global_step == 3
     commands.ok("chat", tmp_path / "run", *ASK)
+
+
+def test_an_export_is_verified_later_as_its_ranks_were_read(project, tmp_path):
+    """An adapter alone has no recipe: that of its run said how the base is read."""
+    train = {"max_steps": 1, "eval_steps": None, "output_dir": str(tmp_path / "run")}
+    recipe = save_recipe(
+        project, model={"path": str(project / "model")}, method="lora", train=train
+    )
+    run(load(recipe))
+    commands.ok("ckpt", "convert", tmp_path / "run/checkpoint-1", tmp_path / "peft", "--to", "peft")
+    words = ("--base", project / "ranks", *SAID)
+    commands.ok("export", tmp_path / "peft", tmp_path / "out", "--no-verify", *words)
+    commands.ok("export", "verify", tmp_path / "out")
 
 
 THEIRS = """\

@@ -32,7 +32,7 @@ from ..disk.manifest import Kind, Layout, is_safetensors
 from ..disk.tensorfile import plan_save
 from ..float32_weights import kept_in_float32, none_kept
 from ..layouts.detection import detect_layout, has_manifest, model_near, small_file
-from ..layouts.layout import file_name
+from ..layouts.layout import Reading, file_name
 from ..layouts.opening import open_folder
 from ..sources import DtypeName, Progress, Renamed, TensorSource, cast, copy, fill, silent
 from ._resharding import ALONE, reshard, tensors_of_ranks, write_weights
@@ -74,6 +74,10 @@ class Origin(Protocol):
     @property
     def base(self) -> Path | None:
         """The folder of the base that the user named."""
+
+    @property
+    def reading(self) -> Reading:
+        """How it is read, where its files do not say it."""
 
     def adapter_base(self) -> Path | None:
         """The folder of an adapter's base; None for a full model."""

@@ -31,7 +31,7 @@ from ..disk.folder import (
 )
 from ..disk.manifest import MANIFEST
 from . import LAYOUTS
-from .layout import Layout, logged_states, read_small
+from .layout import AS_STORED, Layout, Reading, logged_states, read_small
 
 # Reads pickles as tensors only, joins the shards, and writes what every tool can read.
 _CONVERT = (
@@ -62,15 +62,16 @@ def is_foreign(folder: Path) -> bool:
     return layout is not None and not layout.has_manifest
 
 
-def expect_layout(folder: Path) -> Layout:
-    """The layout of a folder of weights; a ``CheckpointError`` if there are none."""
+def expect_layout(folder: Path, reading: Reading = AS_STORED) -> Layout:
+    """The layout of a folder of weights that is read by ``reading``; a ``CheckpointError`` if there
+    are none."""
     with files.raising(CheckpointError, f"cannot read the weights in {folder}"):
         layout = detect_layout(folder)
         if layout is None:
             raise CheckpointError(_why_not(folder))
         if not layout.has_manifest:  # which says what the weights are
             _expect_one(folder)
-    return layout
+    return layout.read_as(reading)
 
 
 def _expect_one(folder: Path) -> None:
@@ -81,10 +82,10 @@ def _expect_one(folder: Path) -> None:
         raise CheckpointError(str(error)) from None
 
 
-def open_weights(folder: Path) -> FolderWeights:
+def open_weights(folder: Path, reading: Reading = AS_STORED) -> FolderWeights:
     """The weights in ``folder``, whatever its layout, by their names without wrappers; a
     ``CheckpointError`` if there are none."""
-    layout = expect_layout(folder)
+    layout = expect_layout(folder, reading)
     with files.raising(CheckpointError, f"cannot read the weights in {folder}"):
         weights = layout.open(folder)
         if layout.has_manifest:  # of ours: nothing is wrapped
@@ -173,9 +174,11 @@ def _refusal(folder: Path, names: list[str]) -> str:
 _MODEL = "model/"
 
 
-def open_contents(folder: Path, roles: Collection[str] | None = None) -> FolderWeights:
+def open_contents(
+    folder: Path, roles: Collection[str] | None = None, reading: Reading = AS_STORED
+) -> FolderWeights:
     """Every tensor of a folder by its full name, of all networks, or of some ``roles``."""
-    layout = expect_layout(folder)
+    layout = expect_layout(folder, reading)
     with files.raising(CheckpointError, f"cannot read {folder}"):
         tensors = layout.open_all(folder, None if roles is None else frozenset(roles))
     return FolderWeights(layout.name, folder, tensors)

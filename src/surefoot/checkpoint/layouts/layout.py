@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 from ...errors import CheckpointError, counted
 from ...parallel.sharding import Box, is_covered_once
+from ...schema.locations import ModelPath
 from ...storage import files
 from ..disk import strict_json, tensorfile
 from ..disk.folder import (
@@ -56,6 +57,11 @@ class SavedFolder:
     num_bytes: int
 
 
+# Options by their names, for what the files of a folder do not say: how other ranks cut them, say.
+Reading = Mapping[str, ModelPath]
+AS_STORED: Reading = {}
+
+
 class Layout(ABC):
     """A kind of folder of weights."""
 
@@ -85,6 +91,11 @@ class Layout(ABC):
 
     pickle_suffixes: ClassVar[tuple[str, ...]] = PICKLES
     """Of files beside its weights that are pickles."""
+
+    def read_as(self, reading: Reading) -> Layout:
+        """The same layout, whose folders are read by those of the options that it has. Raises
+        ``CheckpointError`` if one has an invalid value."""
+        return self
 
     @abstractmethod
     def recognise(self, folder: Path) -> bool:

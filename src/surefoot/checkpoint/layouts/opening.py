@@ -25,13 +25,15 @@ from .detection import (
     is_sequence_classification,
     open_weights,
 )
-from .layout import has_model
+from .layout import AS_STORED, Layout, Reading, has_model
 
 
 class Opener(Protocol):
     """Opens a folder of a layout with names of its own."""
 
-    def __call__(self, folder: Path, base: Path | None, *, is_checked: bool) -> TensorSource:
+    def __call__(
+        self, layout: Layout, folder: Path, base: Path | None, *, is_checked: bool
+    ) -> TensorSource:
         """As ``open_named``."""
 
 
@@ -46,9 +48,9 @@ _OPENERS: Mapping[str, Opener] = Extended("openers", {})
 _PICKLED: Mapping[str, PickleOpener] = Extended("pickled", {})
 
 
-def open_folder(path: Path | str) -> TensorSource:
+def open_folder(path: Path | str, reading: Reading = AS_STORED) -> TensorSource:
     """The weights in a folder of any layout. A ``CheckpointError`` says what to do instead."""
-    return FolderSource(open_weights(Path(path)))
+    return FolderSource(open_weights(Path(path), reading))
 
 
 def open_any(folder: Path, *, trust_pickle: bool = False) -> TensorSource:
@@ -58,14 +60,18 @@ def open_any(folder: Path, *, trust_pickle: bool = False) -> TensorSource:
 
 
 def open_named(
-    path: Path | str, model: Path | None = None, *, is_checked: bool = False
+    path: Path | str,
+    model: Path | None = None,
+    reading: Reading = AS_STORED,
+    *,
+    is_checked: bool = False,
 ) -> TensorSource:
     """The same under Hugging Face's names. ``model``: their model's folder, if not around them;
     ``is_checked`` as in ``FolderSource``."""
     if has_opener(Path(path)):
-        opener = _OPENERS[expect_layout(Path(path)).name]
-        return opener(Path(path), model, is_checked=is_checked)
-    source = FolderSource(open_weights(Path(path)), is_checked)
+        layout = expect_layout(Path(path), reading)
+        return _OPENERS[layout.name](layout, Path(path), model, is_checked=is_checked)
+    source = FolderSource(open_weights(Path(path), reading), is_checked)
     if is_sequence_classification(Path(path)):
         return as_language_model(source, Path(path))
     return source
@@ -89,18 +95,18 @@ def open_role(folder: Path, role: str) -> TensorSource | None:
     return FolderSource(FolderWeights(role, folder, tensors)) if tensors else None
 
 
-def scattered(folder: Path | str) -> dict[str, torch.Tensor] | None:
+def scattered(folder: Path | str, reading: Reading = AS_STORED) -> dict[str, torch.Tensor] | None:
     """Weights of several ranks or of MindSpore, joined, of a reward model, or of files that
     transformers reads otherwise; None if ``from_pretrained`` reads them."""
     path = Path(folder)
     if is_sequence_classification(path):
-        return read_named(path)
+        return read_named(path, reading=reading)
     layout = detect_layout(path)
     if layout is None or layout.has_manifest or not layout.is_whole_model:
         is_read = layout is not None and layout.is_assembled and not has_model(path)
     else:
         is_read = not _is_plain(path)
-    return read_named(path) if is_read else None
+    return read_named(path, reading=reading) if is_read else None
 
 
 def _is_plain(path: Path) -> bool:
@@ -114,9 +120,11 @@ def _is_plain(path: Path) -> bool:
     return sum(sizes.values()) == len(tensors) and all(n == p.key for n, p in tensors.items())
 
 
-def read_named(path: Path, model: Path | None = None) -> dict[str, torch.Tensor]:
+def read_named(
+    path: Path, model: Path | None = None, reading: Reading = AS_STORED
+) -> dict[str, torch.Tensor]:
     """All tensors of ``open_named``, in memory."""
-    source = open_named(path, model)
+    source = open_named(path, model, reading)
     return {name: read_whole(source, name) for name in source.shapes()}
 
 

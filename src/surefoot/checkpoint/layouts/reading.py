@@ -1,8 +1,7 @@
 """Options for reading a folder of another program, where its files do not say it. No torch.
 
 How weights were sharded is a fact about their folder. A user states it in an option or a recipe,
-and the folder is opened elsewhere: by a command, a resume, or as the base under an adapter. So the
-process keeps the options here, by folder (docs/decisions/0089).
+and who opens the folder is given it (docs/decisions/0108).
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from ...extensions import Extended
 from ...schema import Setting, settings
 from ...storage import files
 from .detection import detect_layout
+from .layout import Reading
 
 
 class LayoutOptions(Protocol):
@@ -27,46 +27,35 @@ class LayoutOptions(Protocol):
         """Whether reading ``folder`` depends on the options that are set."""
 
 
-READING: Mapping[str, type] = Extended("reading", {})
+READING: Mapping[str, type[LayoutOptions]] = Extended("reading", {})
 """The options of each layout."""
 T = TypeVar("T")
-_STATED: dict[Path, LayoutOptions] = {}
 
 
-def state_options(folders: Iterable[str | Path | None], options: Mapping[str, object]) -> None:
-    """Read those of ``folders`` to which they belong with ``options`` from now on, or without any.
-    Raises ``CheckpointError`` if there are some, and they belong to none; or a value is invalid."""
-    paths = [Path(folder).expanduser().absolute() for folder in folders if folder]
-    by_folder: dict[Path, LayoutOptions] = {}
-    for path in paths:
-        _STATED.pop(path, None)
-    paths = [path for path in paths if options and files.exists(path)]
-    for path in paths:
-        layout = detect_layout(path)
+def check_reading(folders: Iterable[str | Path | None], reading: Reading) -> None:
+    """Raise ``CheckpointError`` if the options belong to none of ``folders`` that exist; or a value
+    is invalid."""
+    places = [Path(folder).expanduser().absolute() for folder in folders if folder]
+    places = [place for place in places if reading and files.exists(place)]
+    for place in places:
+        layout = detect_layout(place)
         kind = None if layout is None else READING.get(layout.name)
-        if kind is not None and options.keys() <= (known := settings(kind)).keys():
-            values = {name: parsed(known[name], value) for name, value in options.items()}
-            stated = kind(**values)
-            by_folder |= {path: stated} if stated.fits(path) else {}
-    if paths and not by_folder:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in options)
+        is_known = kind is not None and reading.keys() <= settings(kind).keys()
+        if kind is not None and is_known and options_of(kind, reading).fits(place):
+            return
+    if places:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in reading)
         raise CheckpointError(
-            f"{names}: has no effect on {', '.join(map(str, paths))}; expected a folder with the "
+            f"{names}: has no effect on {', '.join(map(str, places))}; expected a folder with the "
             f"weights of each rank of another program ({', '.join(READING)})"
         )
-    _STATED.update(by_folder)
 
 
-def forget_options() -> None:
-    """Read every folder as its files say."""
-    _STATED.clear()
-
-
-def options_of(folder: Path, kind: type[T]) -> T:
-    """The options of a ``kind`` that were stated for ``folder``, or for one around it."""
-    folder = folder.absolute()
-    stated = (_STATED.get(path) for path in (folder, *folder.parents))
-    return next((each for each in stated if isinstance(each, kind)), None) or kind()
+def options_of(kind: type[T], reading: Reading) -> T:
+    """Those of a ``kind`` in ``reading``. Raises ``CheckpointError`` for an invalid value."""
+    cls: type = kind
+    known = settings(cls)
+    return kind(**{name: parsed(known[name], reading[name]) for name in reading if name in known})
 
 
 def parsed(setting: Setting, value: object) -> object:

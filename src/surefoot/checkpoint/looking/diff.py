@@ -23,6 +23,7 @@ from ..disk import strict_json
 from ..disk.folder import FolderWeights, TensorLocation, open_checkpoint
 from ..disk.manifest import STATE
 from ..layouts.detection import has_manifest, open_contents, plain, small_file, states_of
+from ..layouts.layout import AS_STORED, Reading
 from ..sources import FolderSource, TensorSource
 from ..state.roles import FileRole, role_of
 from .summary import PARTS, ValueChange, differences
@@ -70,10 +71,14 @@ class TensorChange:
 
 
 def compare_tensors(
-    a: Path, b: Path, roles: Collection[str] | None = None, progress: Progress | None = None
+    a: Path,
+    b: Path,
+    roles: Collection[str] | None = None,
+    progress: Progress | None = None,
+    reading: Reading = AS_STORED,
 ) -> Iterator[TensorChange]:
     """Every tensor of both folders, those of ``a`` first; with equal hashes it is not read."""
-    weights_a, weights_b = open_contents(a, roles), open_contents(b, roles)
+    weights_a, weights_b = (open_contents(folder, roles, reading) for folder in (a, b))
     sources = FolderSource(weights_a), FolderSource(weights_b)
     with files.raising(CheckpointError):
         for name in dict.fromkeys((*weights_a.tensors, *weights_b.tensors)):
@@ -222,16 +227,17 @@ def compare(
     parts: Collection[str] = PARTS,
     parse: Callable[[str, str], object],
     progress: Callable[[str, int], AbstractContextManager[Callable[[int], None]]],
+    reading: Reading = AS_STORED,
 ) -> Comparison:
     """What differs in ``parts`` of the checkpoints ``a`` and ``b``, folders of any layout.
 
     ``parse`` turns the text of a recipe, and its name in errors, into plain data. ``progress``,
     given a title and a number of bytes, returns what is called with those that were read.
     """
-    contents = open_contents(a, parts), open_contents(b, parts)
+    contents = [open_contents(folder, parts, reading) for folder in (a, b)]
     names = contents[0].tensors.keys() | contents[1].tensors.keys()
     with progress("comparing", sum(num_bytes(name, *contents) for name in names)) as advance:
-        tensors = list(compare_tensors(a, b, parts, advance))
+        tensors = list(compare_tensors(a, b, parts, advance, reading))
     values = dict(compare_values(a, b))
     recipes = _recipe(a, parse), _recipe(b, parse)
     if None not in recipes:

@@ -49,7 +49,7 @@ from ..disk.retention import (
 )
 from ..layouts import LAYOUTS
 from ..layouts.detection import detect_layout, open_weights
-from ..layouts.layout import Layout, Native, SavedFolder
+from ..layouts.layout import AS_STORED, Layout, Native, Reading, SavedFolder
 from ..verification import Progress, Report, verify
 
 if TYPE_CHECKING:
@@ -76,28 +76,30 @@ class CheckpointLine:
     problem: str | None = None
 
 
-def list_run(root: Path) -> list[CheckpointLine]:
+def list_run(root: Path, reading: Reading = AS_STORED) -> list[CheckpointLine]:
     """The checkpoints of a run, oldest first, then other entries; a checkpoint is a list of one."""
     with files.raising(CheckpointError):
-        return _list_run(root)
+        return _list_run(root, reading)
 
 
-def verified(line: CheckpointLine, progress: Progress | None = None) -> CheckpointLine:
+def verified(
+    line: CheckpointLine, progress: Progress | None = None, reading: Reading = AS_STORED
+) -> CheckpointLine:
     """The same line, after a check of every byte that has a hash."""
     if line.problem is not None or line.is_being_written:
         return line
-    report = verify(line.path, full=True, progress=progress)
+    report = verify(line.path, full=True, progress=progress, reading=reading)
     if not report.ok:
         return replace(line, problem=_inside(line.path, report.problems[0]))
     return replace(line, verified="every byte" if has_hashes(line) else "structure")
 
 
-def _list_run(root: Path) -> list[CheckpointLine]:
+def _list_run(root: Path, reading: Reading) -> list[CheckpointLine]:
     if step_of(root) >= 0 and detect_layout(root):
         return _with_disk([_line(root)[0]])
     layout = None if named(root) else detect_layout(root)
     if layout is not None and (saves := layout.saves_in(root)):
-        return [_of_save(saved, layout) for saved in saves]
+        return [_of_save(saved, layout, reading) for saved in saves]
     rows = [_line(folder) for folder in named(root)]
     best_steps = (state.best_step for line, state in reversed(rows) if line.problem is None)
     best = next(best_steps, None)  # as the latest that can be read says
@@ -187,7 +189,7 @@ def _of_trainer(folder: Path, layout: Layout | None) -> tuple[CheckpointLine, Tr
     return line, state
 
 
-def _of_save(saved: SavedFolder, layout: Layout) -> CheckpointLine:
+def _of_save(saved: SavedFolder, layout: Layout, reading: Reading) -> CheckpointLine:
     """One save of a folder that contains several."""
     line = CheckpointLine(
         saved.path,
@@ -198,7 +200,7 @@ def _of_save(saved: SavedFolder, layout: Layout) -> CheckpointLine:
         num_bytes=saved.num_bytes,
     )
     try:
-        open_weights(saved.path)
+        open_weights(saved.path, reading)
     except CheckpointError as error:
         return replace(line, problem=_inside(saved.path, str(error)))
     return line

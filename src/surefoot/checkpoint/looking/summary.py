@@ -27,7 +27,7 @@ from ..disk.folder import (
 )
 from ..layouts import LAYOUTS
 from ..layouts.detection import has_manifest, open_contents, states_of
-from ..layouts.layout import Native
+from ..layouts.layout import AS_STORED, Native, Reading
 
 What = Literal["differs", "only in A", "only in B"]
 PARTS = ("model", "optimizer", "state", "config", "recipe", "versions")  # of a checkpoint
@@ -96,12 +96,12 @@ class Summary:
         return [n for n in self.files if n.endswith(LAYOUTS[self.layout].pickle_suffixes)]
 
 
-def summarise(folder: Path) -> Summary:
+def summarise(folder: Path, reading: Reading = AS_STORED) -> Summary:
     """Summarize a folder of weights of any layout. Raises ``CheckpointError`` if it is none."""
     with files.raising(CheckpointError):
         if has_manifest(folder):
             return _summarise_native(open_checkpoint(folder))
-        return _summarise_plain(open_contents(folder))
+        return _summarise_plain(open_contents(folder, reading=reading))
 
 
 def _summarise_native(checkpoint: CheckpointFolder) -> Summary:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from ...checkpoint.layouts import LAYOUTS
 from ...checkpoint.layouts.detection import open_contents, shown, states_of
+from ...checkpoint.layouts.layout import Reading
 from ...checkpoint.looking.listing import CheckpointLine, list_run, verified
 from ...checkpoint.looking.summary import Group, Summary, Tensor, summarise
 from ...errors import CheckpointError, similar
@@ -51,7 +52,7 @@ _SHARED = 0.99  # below this share of a checkpoint's size, it shares files with 
 @click.argument("folder", metavar="RUN", type=PLACE)
 @click.option("--verify", is_flag=True, help="Verify every byte of each checkpoint.")
 @JSON
-def ls(folder: Path | Address, verify: bool, as_json: bool) -> None:
+def ls(folder: Path | Address, verify: bool, as_json: bool, read_as: Reading) -> None:
     """List the checkpoints of RUN, a run's folder or its URL, oldest first.
 
     RUN may also be a folder of the Hugging Face Trainer or MindSpore. All files must exist at full
@@ -64,10 +65,10 @@ def ls(folder: Path | Address, verify: bool, as_json: bool) -> None:
 
         lines = stores().lines(folder, verified=verify)
     else:
-        lines = list_run(folder)
+        lines = list_run(folder, read_as)
         if verify:
             with reading("verifying", sum(line.num_bytes or 0 for line in lines)) as advance:
-                lines = [verified(line, advance) for line in lines]
+                lines = [verified(line, advance, read_as) for line in lines]
     if as_json:
         print_json([as_dict(line) for line in lines])
     elif not lines:
@@ -149,7 +150,12 @@ AllNorms = Mapping[str, "Norms"]  # by a tensor's full name
 @click.option("--state", metavar="NAME", help="Print a state in full, as it is stored.")
 @JSON
 def show(
-    checkpoint: Path | Address, tensors: bool, norms: bool, state: str | None, as_json: bool
+    checkpoint: Path | Address,
+    tensors: bool,
+    norms: bool,
+    state: str | None,
+    as_json: bool,
+    read_as: Reading,
 ) -> None:
     """Show the contents of CHECKPOINT: of Surefoot, Hugging Face, its Trainer, PEFT or MindSpore.
 
@@ -160,8 +166,8 @@ def show(
     if state is not None:
         print_json(_state(checkpoint, state))
         return
-    summary = summarise(checkpoint)
-    all_norms = _norms(checkpoint) if norms else {}
+    summary = summarise(checkpoint, read_as)
+    all_norms = _norms(checkpoint, read_as) if norms else {}
     if as_json:
         print_json(_as_json(summary, all_norms))
         return
@@ -190,11 +196,11 @@ def _state(checkpoint: Path, name: str) -> object:
     raise CheckpointError(f"{checkpoint}: it contains no state {name!r}; {hint}")
 
 
-def _norms(checkpoint: Path) -> AllNorms:
+def _norms(checkpoint: Path, read_as: Reading) -> AllNorms:
     from ...checkpoint.looking.diff import norms
     from ...checkpoint.sources import FolderSource
 
-    contents = open_contents(checkpoint)
+    contents = open_contents(checkpoint, reading=read_as)
     total = sum(place.entry.num_bytes for place in contents.tensors.values())
     source, all_norms = FolderSource(contents), {}
     with reading("reading", total) as advance:

@@ -10,7 +10,7 @@ import click
 from ...errors import counted
 from ...storage.remote import Address
 from ..table import JSON, PLACE, local, print_json, reading
-from ..targets import TargetCommand, naming_packages, state_options_of_source, target_of
+from ..targets import TargetCommand, naming_packages, reading_of_source, target_of
 
 if TYPE_CHECKING:
     from ...checkpoint.converting.targets import Done
@@ -35,10 +35,10 @@ def convert(
     kind = kind or _usual(explicit_options)
     try:
         folder = local(checkpoint)
-        state_options_of_source(kind, explicit_options, folder)
+        read_as = reading_of_source(kind, explicit_options, folder)
         to = target_of(kind, explicit_options)
         with reading("converting", None) as advance, naming_packages(to):
-            done = write(folder, target, to, advance)
+            done = write(folder, target, to, advance, read_as)
     except OptionError as error:
         raise click.UsageError(str(error)) from None
     _report(target, kind, done, as_json=as_json)

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...checkpoint.layouts.detection import shown
+from ...checkpoint.layouts.layout import Reading
 from ...checkpoint.looking.summary import PARTS, ValueChange
 from ...checkpoint.state.roles import roles_of
 from ...errors import counted
@@ -59,7 +60,12 @@ _WIDTH = 60  # characters of a value
 )
 @JSON
 def diff(
-    a: Path | Address, b: Path | Address, parts: tuple[str, ...], everything: bool, as_json: bool
+    a: Path | Address,
+    b: Path | Address,
+    parts: tuple[str, ...],
+    everything: bool,
+    as_json: bool,
+    read_as: Reading,
 ) -> None:
     """Compare checkpoints A and B of any layout, tensor by tensor.
 
@@ -73,7 +79,8 @@ def diff(
         return parse(text, name).data
 
     a, b = local(a), local(b)
-    comparison = compare(a, b, parts=parts or PARTS, parse=parsed, progress=reading)
+    parts = parts or PARTS
+    comparison = compare(a, b, parts=parts, parse=parsed, progress=reading, reading=read_as)
     if as_json:
         print_json(_as_json(a, b, comparison))
     else:

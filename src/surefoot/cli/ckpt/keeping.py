@@ -11,6 +11,7 @@ from rich.text import Text
 
 from ...checkpoint.disk.commit import step_of
 from ...checkpoint.disk.retention import pin
+from ...checkpoint.layouts.layout import Reading
 from ...checkpoint.looking.listing import PrunePlan, list_run, plan_pruning, untrained
 from ...checkpoint.verification import Report, verify
 from ...errors import CheckpointError
@@ -135,7 +136,7 @@ def _count(number: int) -> str:
     help="Check every byte (default), or lengths, headers and small files only.",
 )
 @JSON
-def verify_command(checkpoint: Path | Address, full: bool, as_json: bool) -> None:
+def verify_command(checkpoint: Path | Address, full: bool, as_json: bool, read_as: Reading) -> None:
     """Verify CHECKPOINT, a folder or a URL, against its manifest. The exit code is 1 if it
     fails.
     """
@@ -146,7 +147,7 @@ def verify_command(checkpoint: Path | Address, full: bool, as_json: bool) -> Non
         report = stores().verify(checkpoint, full=full)
     else:
         with reading("verifying", _total(checkpoint) if full else 0) as advance:
-            report = verify(checkpoint, full=full, progress=advance)
+            report = verify(checkpoint, full=full, progress=advance, reading=read_as)
     if as_json:
         print_json({**as_dict(report), "ok": report.ok})
     else:

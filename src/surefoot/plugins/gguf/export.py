@@ -185,7 +185,7 @@ def write_adapter(parts: ModelFolders, target: Path, quantize: str, progress: Pr
             "may have any other format"
         )
     where = str(parts.adapter)
-    model = meta_model(parts.model, trust_remote_code=False)
+    model = meta_model(parts.model, False, parts.reading)
     row = architecture_of(model.config, str(parts.model))
     check_rope(model.config, row, str(parts.model))
     # Before _scales wraps the model: PEFT's parameters are not of the base.

@@ -12,7 +12,7 @@ import torch
 
 from ...checkpoint.disk.folder import TRAINER_STATE, FolderWeights, open_checkpoint
 from ...checkpoint.layouts.detection import has_manifest, open_contents
-from ...checkpoint.layouts.reading import options_of
+from ...checkpoint.layouts.layout import Layout
 from ...checkpoint.sources import FolderSource, JoinedSource, Renamed, TensorsInMemory, TensorSource
 from ...errors import CheckpointError
 from ...storage import files
@@ -32,8 +32,7 @@ from .opening import (
     progress_of,
     role_of,
 )
-from .reading import KEEP, ReadingOptions
-from .slicing import Slicing
+from .reading import KEEP
 
 logger = logging.getLogger(__name__)
 _ROLES = ("model", "optimizer", "state")
@@ -41,11 +40,11 @@ _NUMBERS = ("epoch_num", "step_num", "loss_scale", "global_batch_size")  # of co
 _MOMENTS = {"adam_m.": "exp_avg", "adam_v.": "exp_avg_sq"}
 
 
-def open_state(folder: Path, base: Path | None = None) -> TensorSource:
+def open_state(folder: Path, base: Path | None, layout: MindSpore) -> TensorSource:
     """All that MindSpore saved, by its names: weights, moments, numbers of the training state.
     ``base`` is the same model as Hugging Face has it, if its configuration is not near."""
     with files.raising(CheckpointError, f"cannot read {folder}"):
-        locations = open_mindspore_state(folder, Slicing(model=base))
+        locations = open_mindspore_state(folder, layout.slicing(base))
         progress = progress_of(folder) if form_of(folder) == "iteration" else {}
     source = FolderSource(FolderWeights(MindSpore.name, folder, locations))
     numbers = {
@@ -56,11 +55,14 @@ def open_state(folder: Path, base: Path | None = None) -> TensorSource:
     return JoinedSource([("", source), ("", TensorsInMemory(numbers))]) if numbers else source
 
 
-def open_named(folder: Path, base: Path | None, *, is_checked: bool) -> TensorSource:
+def open_named(
+    layout: Layout, folder: Path, base: Path | None, *, is_checked: bool
+) -> TensorSource:
     """The weights in a folder, under Hugging Face's names, as the lists of plugins open it.
     ``base`` says how many heads there are, and the shapes of ranks' tensors."""
-    weights = open_mindspore_weights(folder, Slicing(model=base))
-    return as_huggingface(FolderSource(weights, is_checked), folder, base)
+    assert isinstance(layout, MindSpore)
+    weights = open_mindspore_weights(folder, layout.slicing(base))
+    return as_huggingface(FolderSource(weights, is_checked), folder, base, layout)
 
 
 def by_role(source: TensorSource) -> dict[str, TensorSource]:
@@ -71,9 +73,11 @@ def by_role(source: TensorSource) -> dict[str, TensorSource]:
     return {role: Renamed(source, names) for role, names in names_by_role.items()}
 
 
-def as_huggingface(source: TensorSource, folder: Path, base: Path | None = None) -> TensorSource:
+def as_huggingface(
+    source: TensorSource, folder: Path, base: Path | None, layout: MindSpore
+) -> TensorSource:
     """``source``, which came from ``folder``, under Hugging Face's names."""
-    family = options_of(folder, ReadingOptions).names or family_of(source.shapes())
+    family = layout.options.names or family_of(source.shapes())
     if family in (None, KEEP):
         return source
     return to_huggingface(source, family or "", heads_near(folder, base))

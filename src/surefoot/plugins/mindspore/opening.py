@@ -13,7 +13,14 @@ from typing import Any, Literal
 
 from ...checkpoint.disk import strict_json, tensorfile
 from ...checkpoint.disk.folder import FolderWeights, TensorLocation
-from ...checkpoint.layouts.layout import DcpChunk, Layout, Locations, SavedFolder, locations
+from ...checkpoint.layouts.layout import (
+    DcpChunk,
+    Layout,
+    Locations,
+    Reading,
+    SavedFolder,
+    locations,
+)
 from ...checkpoint.layouts.reading import options_of
 from ...checkpoint.state.roles import MODEL
 from ...errors import CheckpointError, counted
@@ -62,17 +69,29 @@ class MindSpore(Layout):
     is_assembled = True
     pickle_suffixes = ()  # its .ckpt are protocol buffers
 
+    options: ReadingOptions = ReadingOptions()
+
+    def read_as(self, reading: Reading) -> MindSpore:
+        """By the strategy, the sharding and the names that a user states."""
+        return replace(self, options=options_of(ReadingOptions, reading))
+
+    def slicing(self, model: Path | None = None) -> Slicing:
+        """What a user has stated of the slices, and where the ``model`` of this shape is."""
+        options = self.options
+        config = options.source_parallel_config
+        return Slicing(options.strategy, config, model, options.names)
+
     def recognise(self, folder: Path) -> bool:
         """Whether it has files of MindSpore."""
         return form_of(folder) is not None
 
     def open(self, folder: Path) -> FolderWeights:
         """The weights, each joined from its ranks' slices, without the state of the training."""
-        return open_mindspore_weights(folder)
+        return open_mindspore_weights(folder, self.slicing())
 
     def open_all(self, folder: Path, roles: frozenset[str] | None) -> Locations:
         """Weights, moments and numbers of the training."""
-        every = open_mindspore_state(folder)
+        every = open_mindspore_state(folder, self.slicing())
         with_roles = {(role_of(n, p.entry.shape), n): p for n, p in every.items()}
         return {f"{r}/{n}": p for (r, n), p in with_roles.items() if roles is None or r in roles}
 
@@ -147,19 +166,12 @@ def open_boxes(path: Path, slicing: Slicing = UNKNOWN) -> Boxes:
     form = form_of(path)
     if form == "ranks":
         return open_distributed(path, slicing)
-    if slicing.strategy is not None or slicing.config is not None:
-        raise CheckpointError(f"{path}: no ranks' slices, so a strategy cannot be used with it")
     return iteration.open_iteration(path) if form == "iteration" else iteration.open_full(path)
 
 
 def open_distributed(path: Path, slicing: Slicing = UNKNOWN) -> Boxes:
     """The slices of every tensor in the files of one step. ``path`` is the folder that contains
-    ``rank_0``, one above it, or a file of the step in it. What ``slicing`` leaves open is as the
-    user stated it of the folder."""
-    stated = options_of(path, ReadingOptions)
-    if slicing.strategy is None and slicing.config is None:
-        config = stated.source_parallel_config
-        slicing = replace(slicing, strategy=stated.strategy, config=config)
+    ``rank_0``, one above it, or a file of the step in it."""
     opened = [tensorfile.open_path(file) for file in rank_files(path)]
     for file in opened:
         packed = (name for name, kind in file.header.metadata.items() if kind == _INT4)
@@ -177,7 +189,7 @@ def open_distributed(path: Path, slicing: Slicing = UNKNOWN) -> Boxes:
         return {name: [whole(opened[0], name)] for name in opened[0].header.entries}
     else:
         slicing = replace(slicing, model=slicing.model or model_near(path))
-        layouts = find_strategy(opened, slicing, where, stated.names)
+        layouts = find_strategy(opened, slicing, where)
     if layouts.world_size != len(opened):
         stages = len(layouts.stages)
         parts = f"{stages} pipeline stages of " if stages > 1 else ""

@@ -18,10 +18,12 @@ from typing import ClassVar
 import torch
 
 from ...checkpoint.layouts.detection import detect_layout
+from ...checkpoint.layouts.layout import AS_STORED, Reading
 from ...checkpoint.sources import JoinedSource, TensorSource, read_whole
 from ...checkpoint.state.states import local_box_of
 from ...data.order.loader import Loader
 from ...errors import CheckpointError, counted
+from ...model.base_identity import BaseModel
 from ...model.weights import places
 from ...parallel.sharding import Box
 from ...run.foreign_resume import ForeignTrainer, expect_adamw, fill_weights, other_model
@@ -46,7 +48,9 @@ class MindSporeProgress:
     loss_scale: float | None
 
 
-def load_mindspore_checkpoint(folder: Path, trainer: Trainer, *, base: Path) -> None:
+def load_mindspore_checkpoint(
+    folder: Path, trainer: Trainer, *, base: Path, reading: Reading = AS_STORED
+) -> None:
     """Load a training of MindSpore Transformers from ``folder`` into ``trainer``, collectively.
 
     A file in ``rank_0`` selects one of several steps. ``base``, the folder of the recipe's model,
@@ -54,9 +58,10 @@ def load_mindspore_checkpoint(folder: Path, trainer: Trainer, *, base: Path) -> 
     unless the files cannot be read to their end.
     """
     _refuse_unlike(folder, trainer)
-    roles = by_role(open_state(folder, base))
+    layout = LAYOUT.read_as(reading)
+    roles = by_role(open_state(folder, base, layout))
     both = JoinedSource([("", roles["model"]), ("", roles["optimizer"])])
-    source = _with_fused_moments(as_huggingface(both, folder, base), trainer)
+    source = _with_fused_moments(as_huggingface(both, folder, base, layout), trainer)
     progress = read_progress(roles["state"], folder)
     _refuse_other(source, trainer, folder)
     for line in _differences(progress, trainer):
@@ -250,13 +255,14 @@ class MindSporeTransformers(ForeignTrainer):
         """Whether it is a folder of MindSpore."""
         return detect_layout(folder) == LAYOUT
 
-    def check_weights(self, folder: Path, base: Path) -> None:
+    def check_weights(self, folder: Path, base: BaseModel) -> None:
         """Open every slice, whose strategy may be wrong or unknown."""
-        open_state(folder, base)
+        open_state(folder, base.folder, LAYOUT.read_as(base.section.reading))
 
-    def load(self, folder: Path, trainer: Trainer, *, base: Path, trust_pickle: bool) -> None:
+    def load(self, folder: Path, trainer: Trainer, *, base: BaseModel, trust_pickle: bool) -> None:
         """``base`` tells heads and shapes; there are no pickles."""
-        load_mindspore_checkpoint(folder, trainer, base=base)
+        reading = base.section.reading
+        load_mindspore_checkpoint(folder, trainer, base=base.folder, reading=reading)
 
 
 TRAINER = MindSporeTransformers()

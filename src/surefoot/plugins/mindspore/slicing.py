@@ -43,14 +43,13 @@ class Slicing:
     strategy: Path | None = None  # files, if they are not beside the ranks
     config: ParallelConfig | None = None  # of the YAML of the training
     model: Path | None = None  # the folder of the same model's configuration
+    family: str | None = None  # of names, if they do not say it
 
 
 UNKNOWN = Slicing()
 
 
-def find_strategy(
-    opened: Sequence[TensorFile], slicing: Slicing, where: Path, family: str | None = None
-) -> Strategy:
+def find_strategy(opened: Sequence[TensorFile], slicing: Slicing, where: Path) -> Strategy:
     """The strategy of the files of all ranks, in their order. Raises ``CheckpointError`` if the
     ``parallel_config`` does not fit them, or if without one none fits, or several."""
     problem = f"{where}: {len(opened)} ranks without strategy files"
@@ -60,7 +59,7 @@ def find_strategy(
             f"them or name its folder (--base MODEL, or model.path beside model.weights), or {_ASK}"
         )
     try:
-        shapes = _shapes(opened, slicing.model, family)
+        shapes = _shapes(opened, slicing.model, slicing.family)
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{problem}, and {slicing.model / _CONFIG} is no configuration of a model "

@@ -120,14 +120,15 @@ class MindSporeFolder(ModelTarget):
     def _from_mindspore(self, origin: Origin) -> _Opened:
         """MindSpore's own content, under other names if requested."""
         folder, base = origin.folder, origin.base
-        parts = by_role(open_state(folder, base))
+        layout = LAYOUT.read_as(origin.reading)
+        parts = by_role(open_state(folder, base, layout))
         kept = kept_in_float32(base or model_near(folder), self.dtype)
         source: TensorSource = JoinedSource(
             [("", cast(parts["model"], self.dtype, kept)), ("", parts["optimizer"])]
         )
         if self.names not in (None, KEEP):
             heads = heads_near(folder, base)
-            source = as_mindspore(as_huggingface(source, folder, base), self.names, heads)
+            source = as_mindspore(as_huggingface(source, folder, base, layout), self.names, heads)
         # Configuration and tokenizer of the base, or those beside the weights.
         is_model = base is not None and files.exists(base / _CONFIG)
         model = base if is_model else model_near(folder)

@@ -66,7 +66,8 @@ def _quantized(
     if parts.is_reward:
         raise ModelError(f"{where}: is a reward model; only models that write text are quantized")
     whole, small = whole_model(parts, dtype=dtype)
-    layers = find_linear_layers(meta_model(parts.model, False), whole.shapes(), where)
+    model = meta_model(parts.model, False, parts.reading)
+    layers = find_linear_layers(model, whole.shapes(), where)
     if layers.experts and scheme.name in _WITHOUT_EXPERTS:
         raise ModelError(
             f"{where}: has experts, which transformers does not open in {scheme.name}; use "

@@ -26,6 +26,7 @@ from ...checkpoint.layouts.opening import open_folder
 from ...checkpoint.sources import TensorSource, read_whole
 from ...data.order.loader import Loader
 from ...errors import CheckpointError, RecipeError, counted
+from ...model.base_identity import BaseModel
 from ...model.weights import adapter_files
 from ...network.method import Weights
 from ...run.foreign_resume import ForeignTrainer, expect_adamw, fill_weights, other_model
@@ -86,7 +87,7 @@ class HuggingFaceTrainer(ForeignTrainer):
             )
         _check(folder, trust_pickle=trust_pickle)
 
-    def load(self, folder: Path, trainer: Trainer, *, base: Path, trust_pickle: bool) -> None:
+    def load(self, folder: Path, trainer: Trainer, *, base: BaseModel, trust_pickle: bool) -> None:
         """The model around an adapter is not needed."""
         load_trainer_checkpoint(folder, trainer, trust_pickle=trust_pickle)
 

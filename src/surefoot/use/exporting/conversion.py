@@ -43,6 +43,7 @@ from ...checkpoint.layouts.adapter_merge import (
     same_values,
 )
 from ...checkpoint.layouts.detection import detect_layout, is_sequence_classification
+from ...checkpoint.layouts.layout import AS_STORED, Reading
 from ...checkpoint.layouts.opening import has_opener, open_any, open_folder, open_named
 from ...checkpoint.sources import (
     DtypeName,
@@ -102,6 +103,7 @@ class FolderToConvert:
     folder: Path
     given: Hints = field(default_factory=Hints)
     exported: ModelFolders | None = None  # of an export: what was found
+    reading: Reading = field(default_factory=dict)
 
     @cached_property
     def base(self) -> Path | None:
@@ -110,7 +112,9 @@ class FolderToConvert:
             return None
         # Weights of another program need the base's configuration alone, and often have no other.
         folder = Path(self.given.base).expanduser()
-        return folder if files.exists(folder / CONFIG) else locate(self.given.base).folder
+        if files.exists(folder / CONFIG):
+            return folder
+        return locate(self.given.base, reading=self.reading).folder
 
     def adapter_base(self) -> Path | None:
         """The folder of an adapter's base; None for a full model."""
@@ -119,12 +123,13 @@ class FolderToConvert:
     @cached_property
     def parts(self) -> ModelFolders:
         """The folders of the model."""
-        return self.exported or find_parts(self.folder, base=self.given.base)
+        base, reading = self.given.base, self.reading
+        return self.exported or find_parts(self.folder, base=base, reading=reading)
 
     def weights(self) -> TensorSource:
         """The weights as stored, under Hugging Face's names."""
         if has_opener(self.folder):
-            return open_named(self.folder, self.base)
+            return open_named(self.folder, self.base, self.reading)
         return open_any(self.folder, trust_pickle=self.given.trust_pickle)
 
     def whole(
@@ -182,16 +187,21 @@ def export(
 
 
 def export_as(
-    path: str | Path, out: str | Path, to: Target, progress: Progress
+    path: str | Path,
+    out: str | Path,
+    to: Target,
+    progress: Progress,
+    reading: Reading = AS_STORED,
 ) -> tuple[Path, Done]:
-    """The same, with the notes of the target."""
+    """The same, with the notes of the target; ``reading`` as in ``locate``."""
     target = Path(out).expanduser().absolute()
 
     def find(damaged: Damaged) -> ModelFolders:
-        return find_parts(path, base=to.hints.base, damaged=damaged)
+        return find_parts(path, base=to.hints.base, damaged=damaged, reading=reading)
 
     def write(parts: ModelFolders) -> Done:
-        done = to.write(FolderToConvert(parts.folder, to.hints, parts), target, progress)
+        origin = FolderToConvert(parts.folder, to.hints, parts, parts.reading)
+        done = to.write(origin, target, progress)
         if target.is_dir():  # people may edit it, so it is no part of the receipt
             write_card(target, parts.folder)
         return done
@@ -205,13 +215,17 @@ def convert(
     target: Path,
     to: Target,
     progress: Progress = silent,
+    reading: Reading = AS_STORED,
 ) -> Done:
     """Write ``folder`` as ``to`` says into the new folder ``target``, from file to file: no model
     is built, and memory does not grow with it. Raises ``CheckpointError`` or ``ModelError`` for
     damaged weights, a base that is missing, or a write that fails, ``OptionError`` for options that
     mean nothing for this folder."""
-    done = to.write(FolderToConvert(folder, to.hints), target, progress)
-    if (folder / TOKENIZER_CONFIG).is_file() and (target / TOKENIZER_CONFIG).is_file():
+    origin = FolderToConvert(folder, to.hints, reading=reading)
+    done = to.write(origin, target, progress)
+    # An adapter alone has no config.json, which says where responses end: its base has.
+    names = [folder / TOKENIZER_CONFIG, target / TOKENIZER_CONFIG, target / CONFIG]
+    if all(map(files.exists, names)):
         parts = ModelFolders(folder, None, folder, None)
         for line in read_alone(target, Artefact("huggingface", "", 0), parts).differences:
             logger.warning("%s by itself: %s", target, line)
@@ -285,7 +299,7 @@ def unloaded_weights(parts: ModelFolders) -> TensorSource | None:
     if not files.is_folder(Path(path)) and not has_more:
         return None  # of a hub, whose download nothing asks for
     try:
-        base = find_parts(path)
+        base = find_parts(path, reading=parts.recipe.model.reading)
     except (ModelError, CheckpointError) as error:
         if has_more:
             logger.warning(
@@ -294,8 +308,8 @@ def unloaded_weights(parts: ModelFolders) -> TensorSource | None:
                 error,
             )
         return None
-    stored = open_folder(base.model)
-    model = meta_model(parts.model, parts.recipe.model.trust_remote_code)
+    stored = open_folder(base.model, base.reading)
+    model = meta_model(parts.model, parts.recipe.model.trust_remote_code, parts.reading)
     own = unloaded(model, stored.shapes())
     sources: list[TensorSource] = []
     sources += [Renamed(stored, {name: name for name in own})] if own else []
@@ -322,7 +336,7 @@ def _scored(
             "nothing" if pad is None else repr(tokenizer.pad_token),
         )
         pad = None
-    model = meta_model(parts.model, trust_remote_code)
+    model = meta_model(parts.model, trust_remote_code, parts.reading)
     source, changes = as_sequence_classification(whole.source, head, model)
     changes = {**whole.changes, **changes, "pad_token_id": pad}
     return MergedModel(source, changes, whole.stop_token_ids)
@@ -350,12 +364,13 @@ def merged_weights(
 ) -> MergedModel:
     """The weights of ``parts`` as one model; ``is_cast``: an adapter is merged in float32 at least,
     and the result is rounded by a cast. Raises ``CheckpointError`` if they do not merge."""
-    section = ModelSection(path=str(parts.model), trust_remote_code=trust_remote_code)
+    path, reading = str(parts.model), parts.reading
+    section = ModelSection(path=path, reading=reading, trust_remote_code=trust_remote_code)
     base, dequantized = base_weights(parts.model, section)
     if parts.adapter is None:
         return MergedModel(base, dequantized)
     tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=trust_remote_code)
-    model = meta_model(parts.model, trust_remote_code)
+    model = meta_model(parts.model, trust_remote_code, parts.reading)
     names = _names(model)
     old = base.shapes().get(names.embed, (0,))[0]
     if is_cast and torch.float64 not in base.dtypes().values():
@@ -525,7 +540,8 @@ def base_weights(folder: Path, section: ModelSection) -> tuple[TensorSource, Map
         is_scored = is_sequence_classification(folder)  # its head has another name
         # Weights under other names, or of another shape, were once written as a model that nothing
         # opens, and with --no-verify nobody was told.
-        meta_twin(folder, section, open_named(folder) if is_scored else source)
+        named = open_named(folder, reading=section.reading) if is_scored else source
+        meta_twin(folder, section, named)
     except (ValueError, OSError, ImportError, KeyError) as error:
         raise ModelError(f"{folder}: cannot read the model: {first_line(error)}") from None
     return source, changes
@@ -536,14 +552,18 @@ def _stored_weights(
 ) -> tuple[TensorSource, Mapping[str, object]]:
     stored = read_config(folder / CONFIG).get("quantization_config")
     if not isinstance(stored, dict) or not is_dequantized_here(stored.get("quant_method")):
-        return open_folder(folder), {}
+        opener = open_named if has_opener(folder) else open_folder
+        return opener(folder, reading=section.reading), {}
     return open_base(folder, section), {"quantization_config": None}
 
 
-def meta_model(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
+def meta_model(
+    folder: Path, trust_remote_code: bool, reading: Reading = AS_STORED
+) -> PreTrainedModel:
     """The model in ``folder`` without its values. It knows the names in its files: some models have
     two families of them, and transformers writes back the one that it has read."""
-    section = ModelSection(path=str(folder), trust_remote_code=trust_remote_code)
+    path = str(folder)
+    section = ModelSection(path=path, reading=reading, trust_remote_code=trust_remote_code)
     try:
         if detect_layout(folder) is not None:
             twin = meta_twin(folder, section, open_base(folder, section))

@@ -11,12 +11,14 @@ from typing import Any
 
 from ... import __version__
 from ...checkpoint.disk.commit import step_of
+from ...checkpoint.layouts.layout import Reading
 from ...errors import CheckpointError, ModelError
 from ...model import base_identity
 from ...model.base_identity import BaseModel, FileIdentity
 from ...model.section import ModelSection
 from ...recipe.files import RUN_RECIPE
 from ...run.card import CARD
+from ...schema.locations import ModelPath
 from ...storage import files
 from ..model_loading import ModelFolders
 
@@ -46,6 +48,7 @@ class ExportOrigin:
     step: int | None
     files: Mapping[str, str]  # hashes of weights and configuration; of an adapter, ``adapter/...``
     recipe: str | None  # hash of the run's recipe
+    reading: Reading = field(default_factory=dict)  # how another program's is read
 
     @property
     def manifest(self) -> str | None:
@@ -133,12 +136,13 @@ def read_receipt(target: Path) -> Receipt:
                 f"{path}: its format is {version}, this version reads {_FORMAT}; update surefoot"
             )
         origin = {n: v for n, v in content.pop("made_from").items() if n != "manifest"}
+        reading = {n: ModelPath(value) for n, value in origin.pop("reading", {}).items()}
         entries = content.pop("files")
         # Without the times of files: an artefact is copied to where it is served.
         identities = {name: FileIdentity(**entry, stamp="") for name, entry in entries.items()}
         return Receipt(
             artefact=Artefact(**content.pop("artefact")),
-            made_from=ExportOrigin(**origin),
+            made_from=ExportOrigin(**origin, reading=reading),
             files=identities,
             **content,
         )
@@ -167,6 +171,7 @@ def origin_of(parts: ModelFolders) -> ExportOrigin:
         None if step < 0 else step,
         {name: identity.hash for name, identity in record.files.items()},
         identity_of(recipe).hash if recipe.is_file() else None,
+        parts.reading,
     )
 
 

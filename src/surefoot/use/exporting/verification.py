@@ -31,8 +31,10 @@ from ...generate.generation import context_length
 from ...model.config import auto_class
 from ...model.loading import device
 from ...network.heads import HEADS, V_HEAD
+from ...recipe.prediction import PredictModel
+from ...schema.locations import ModelPath
 from ...storage import files
-from ..model_loading import LoadedModel, ModelFolders, find_parts, open_model
+from ..model_loading import LoadedModel, ModelFolders, find_parts, open_predicted
 from .opened_alone import ReadAlone, read_alone
 from .receipt import Artefact, ExportOrigin, changed_files, origin_of, read_receipt, store
 
@@ -105,9 +107,9 @@ def verify_export(
     _refuse_adapter(receipt.artefact)
     parts = _parts(receipt.made_from, checkpoint, base)
     _refuse_changed(receipt.made_from, parts)
-    opened = open_model(
-        parts.folder, base=None if parts.adapter is None else parts.model, dtype="float32"
-    )
+    base = None if parts.adapter is None else ModelPath(parts.model)
+    path, reading = ModelPath(parts.folder), parts.reading
+    opened = open_predicted(PredictModel(path=path, base=base, reading=reading, dtype="float32"))
     probes = probes_of(opened)
     if parts.is_reward:
         rewards = rewards_of(opened, probes)
@@ -184,13 +186,14 @@ def _parts(
             "it with --checkpoint"
         )
     if origin.base is None:
-        return find_parts(checkpoint or origin.checkpoint)
+        return find_parts(checkpoint or origin.checkpoint, reading=origin.reading)
     if base is None and not files.is_folder(Path(origin.base)):
         raise ModelError(
             f"{origin.base}, the base of its adapter, does not exist; if it moved, name it with "
             "--base"
         )
-    return find_parts(checkpoint or origin.checkpoint, base=base or origin.base)
+    path, base = checkpoint or origin.checkpoint, base or origin.base
+    return find_parts(path, base=base, reading=origin.reading)
 
 
 def _refuse_changed(before: ExportOrigin, parts: ModelFolders) -> None:
