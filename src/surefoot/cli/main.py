@@ -30,7 +30,7 @@ from ..terminal_text import visible
 
 logger = logging.getLogger(__name__)
 _FORMAT = "SUREFOOT_LOG_FORMAT"
-_WORDS = "surefoot.words"  # of the command, in click's context
+_WORDS = f"{__name__}.words"  # of the command, in click's context
 _ECHO = 10.0  # seconds for the process that has more to say, upon which the launcher ends this one
 # what a path or a disk of the user's causes, wherever it is looked at, and no code of ours does
 _OF_THE_DISK = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EROFS, errno.EIO}

@@ -16,6 +16,7 @@ from gguf import GGUFReader
 from transformers import PreTrainedTokenizerBase
 
 from ...data.text.templates.render import Renderer
+from ...storage.files import read_file
 
 _STOP = "PARAMETER stop "
 _ENDS = ("eos", "eot", "eom")
@@ -51,7 +52,8 @@ class GGUFAlone:
         """The tokens that the file names, and those that its Modelfile does."""
         ids = [self._field(f"tokenizer.ggml.{name}_token_id") for name in _ENDS]
         modelfile = self.path.with_suffix(".Modelfile")
-        lines = modelfile.read_text(encoding="utf-8").splitlines() if modelfile.is_file() else []
+        text = read_file(modelfile).decode() if modelfile.is_file() else ""
+        lines = text.splitlines()
         stops = {line.removeprefix(_STOP) for line in lines if line.startswith(_STOP)}
         tokens = self.tokenizer.get_vocab().items()
         return {*ids, *(i for name, i in tokens if json.dumps(name, ensure_ascii=False) in stops)}

@@ -102,7 +102,7 @@ def lines_of(path: Path, history: Sequence[Metrics] = ()) -> dict[Key, Record]:
     """The records of the file at ``path``, and those of a run's ``history`` that it lacks, in the
     order of steps; nothing is written."""
     with raising(RunError, "metrics"):
-        content = path.read_bytes() if path.exists() else b""
+        content = read_file(path) if path.exists() else b""
     records = [strict(record) for record in history if "step" in record] + [*_records(content)]
     return dict(sorted({key_of(record): record for record in records}.items()))
 
