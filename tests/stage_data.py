@@ -54,6 +54,7 @@ CODEC = SimpleNamespace(
     fingerprint="numbers",
     media=None,
     reads=lambda key, of: False,
+    response_text=_Tokenizer().decode,
 )
 
 

@@ -146,13 +146,14 @@ def test_letters_that_a_terminal_lacks_are_shown_as_escapes():
         [
             sys.executable,
             "-c",
-            "from surefoot.cli.main import main; main.callback(False); print('l\\xe4ufe')",
+            "from surefoot.cli.main import main; main(['version'], standalone_mode=False); "
+            "print('l\\xe4ufe')",
         ],
         capture_output=True,
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
         check=False,
     )
-    assert done.stdout == rb"l\xe4ufe" + b"\n", done.stderr
+    assert done.stdout.endswith(rb"l\xe4ufe" + b"\n"), done.stderr
 
 
 def test_a_file_of_ours_that_is_missing_is_a_fault_of_ours(failing):

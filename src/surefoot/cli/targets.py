@@ -65,9 +65,10 @@ class ReadingCommand(click.Command):
             settings = (f"model.reading.{name}={value}" for name, value in reading.items())
             ctx.params["overrides"] = (*ctx.params["overrides"], *settings)
         else:
-            named = [value for value in ctx.params.values() if isinstance(value, str | Path)]
-            folders = [each for each in named if Path(each).is_dir() or _has_options(each)]
-            check_reading(folders, reading)
+            if reading:
+                named = [value for value in ctx.params.values() if isinstance(value, str | Path)]
+                folders = [each for each in named if Path(each).is_dir() or _has_options(each)]
+                check_reading(folders, reading)
             ctx.params["read_as"] = reading
         return super().invoke(ctx)
 

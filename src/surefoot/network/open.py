@@ -178,7 +178,7 @@ def load(draft: Draft, tensors: Tensors) -> None:
     check_quantization(draft)
     refuse_headless(draft.base, draft.options.heads)
     tensors.load(draft)
-    if tensors.have_values and draft.options.is_trainable:
+    if tensors.have_values and draft.options.is_trainable and draft.world.is_main:
         _name_unloaded(draft)
     config = draft.inner.config
     is_eager = draft.section.attention == "auto" and config._attn_implementation == "eager"

@@ -19,11 +19,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from ...errors import CheckpointError, counted
 from ...parallel.sharding import Box, is_covered_once
-from ...schema.locations import ModelPath
 from ...storage import files
 from ..disk import strict_json, tensorfile
 from ..disk.folder import (
@@ -45,6 +44,9 @@ from ..disk.tensorfile import INFO_KEY, SHAPE_KEY, START_KEY, integers
 from ..state.roles import MODEL as MODEL_ROLE
 from ..state.roles import part_of, role_of
 
+if TYPE_CHECKING:
+    from ...schema.locations import ModelPath
+
 Locations = Mapping[str, TensorLocation]  # by name
 
 
@@ -58,7 +60,7 @@ class SavedFolder:
 
 
 # Options by their names, for what the files of a folder do not say: how other ranks cut them, say.
-Reading = Mapping[str, ModelPath]
+Reading: TypeAlias = "Mapping[str, ModelPath]"
 AS_STORED: Reading = {}
 
 
