@@ -296,7 +296,7 @@ def test_a_pipe_is_not_waited_for(tmp_path, named):
 def test_a_registry_that_is_a_pipe_is_not_waited_for(tmp_path):
     (tmp_path / "data").mkdir()
     os.mkfifo(tmp_path / "data" / "dataset_info.json")
-    with pytest.raises(DataError, match="is not a file"):
+    with pytest.raises(DataError, match="not a regular file"):
         Catalog(section(tmp_path, "sums")).entries  # noqa: B018
 
 

@@ -38,6 +38,8 @@ def test_build_is_read_from_top_to_bottom():
 READERS = {
     f"run/{name}" for name in ("folder", "from_python", "parts", "resolving", "training_run")
 }
+# The recipe of another launch, or of a fork, is made from that of the run, not understood.
+READERS |= {"run/launch_recipe"}
 READERS |= {"use/estimate/plan", "use/model_loading", "use/run_evaluation"}
 IMPORTERS = {"recipe/prediction", "recipe/recipe_data", "use/_model_location", "use/estimate/plan"}
 IMPORTERS |= {"use/model_loading", "use/run_evaluation"}

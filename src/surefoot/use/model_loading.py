@@ -19,7 +19,7 @@ from ..checkpoint.layouts.layout import AS_STORED, Reading
 from ..data.example import JSON, Message
 from ..data.media.batch_media import BatchMedia, PromptPictures
 from ..data.media.files import Seen
-from ..data.section import without_datasets
+from ..data.section import DataSection, without_datasets
 from ..data.text.codec import Codec
 from ..data.text.templates import Template, load_template, saved_source
 from ..errors import DamagedFileError, ModelError
@@ -331,11 +331,20 @@ class ModelFolders:
         """That of the run; None without one."""
         return None if self.recipe is None else self.recipe.train.global_batch_size
 
+    @property
+    def base(self) -> ModelSection | None:
+        """What the run began from; None without one."""
+        return None if self.recipe is None else self.recipe.model
+
+    @property
+    def data(self) -> DataSection:
+        """The data of the run; without one, no rows."""
+        return without_datasets() if self.recipe is None else self.recipe.data
+
 
 def codec_of(parts: ModelFolders) -> Codec:
     """The encoding that the tokenizer and the recipe of ``parts`` define; no model is opened."""
-    section = parts.recipe.data if parts.recipe else without_datasets()
-    return Codec(*_tokens_of(parts), section)
+    return Codec(*_tokens_of(parts), parts.data)
 
 
 def _tokens_of(

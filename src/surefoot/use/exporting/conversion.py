@@ -290,16 +290,16 @@ def whole_model(
 def unloaded_weights(parts: ModelFolders) -> TensorSource | None:
     """The tensors of the base of a full model that transformers does not load, so that no
     checkpoint has them: layers for multi-token prediction, for example. None if there are none."""
-    if parts.recipe is None or parts.adapter is not None:
+    if parts.base is None or parts.adapter is not None:
         return None
-    path = parts.recipe.model.path
+    path = parts.base.path
     config = read_config(parts.model / CONFIG)
     names = {**config, **(config.get("text_config") or {})}
     has_more = any(names.get(name) for name in names if "nextn" in name or "mtp" in name)
     if not files.is_folder(Path(path)) and not has_more:
         return None  # of a hub, whose download nothing asks for
     try:
-        base = find_parts(path, reading=parts.recipe.model.reading)
+        base = find_parts(path, reading=parts.base.reading)
     except (ModelError, CheckpointError) as error:
         if has_more:
             logger.warning(
@@ -309,7 +309,7 @@ def unloaded_weights(parts: ModelFolders) -> TensorSource | None:
             )
         return None
     stored = open_folder(base.model, base.reading)
-    model = meta_model(parts.model, parts.recipe.model.trust_remote_code, parts.reading)
+    model = meta_model(parts.model, parts.base.trust_remote_code, parts.reading)
     own = unloaded(model, stored.shapes())
     sources: list[TensorSource] = []
     sources += [Renamed(stored, {name: name for name in own})] if own else []

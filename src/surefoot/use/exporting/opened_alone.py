@@ -19,7 +19,6 @@ from ...data.example import MEDIUM, Dicts, Example, Message, sources_of
 from ...data.media.batch_media import BatchMedia
 from ...data.media.processor import open_processor
 from ...data.rows.catalog import training_examples
-from ...data.section import without_datasets
 from ...data.text.codec import Codec
 from ...data.text.templates import saved_source
 from ...data.text.templates.render import Renderer
@@ -112,7 +111,7 @@ def _examples(parts: ModelFolders) -> Iterator[Example]:
     """The first conversations of the training data; none where they are not here."""
     if parts.recipe is not None:
         with suppress(DataError, HubError, OSError):  # data may have moved since
-            yield from islice(training_examples(parts.recipe.data), _ROWS)
+            yield from islice(training_examples(parts.data), _ROWS)
 
 
 def _compare_prompts(
@@ -165,9 +164,9 @@ def _plain_prompt(example: Example, codec: Codec) -> list[Message] | None:
 
 def _media(parts: ModelFolders, codec: Codec) -> BatchMedia | None:
     """How the run reads pictures."""
-    data = parts.recipe.data if parts.recipe else without_datasets()
     try:
-        return media_of(ModelSection(path=str(parts.model)), data, parts.model, codec.tokenizer)
+        section = ModelSection(path=str(parts.model))
+        return media_of(section, parts.data, parts.model, codec.tokenizer)
     except ModelError:  # it reads text alone
         return None
 
