@@ -34,6 +34,7 @@ ON_THE_HOST = {
     "optim/_rules/few_bits.py": {"means", "-means"},
     "parallel/world.py": {"totals", "maxima", "by_axis.flatten(end_dim=-2)"},
     "run/from_python.py": {"value", "tensor.detach()"},
+    "run/rows_record.py": {"rows[start:len(rows) - end]"},
     "stages/_kto.py": {"matched", "of_pairs", "context.reduce(POLICY, pairs, log_probabilities)"},
     "training/context.py": {"self.reduce(role, items, _scores)"},
     "training/conversations.py": {"each.logps"},

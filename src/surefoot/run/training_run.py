@@ -9,7 +9,6 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 from signal import Signals
 from typing import Any, TypeAlias
@@ -21,7 +20,7 @@ from .. import schema
 from ..checkpoint.loading import load as load_checkpoint
 from ..checkpoint.looking.listing import stores
 from ..checkpoint.verification import verify_checkpoint
-from ..errors import CheckpointError, RecipeError, RunError
+from ..errors import CheckpointError, RecipeError, RunError, similar
 from ..model.loading import device
 from ..model.section import ModelSection
 from ..parallel.progress import UPLOADING
@@ -379,7 +378,7 @@ def read_given(
 ) -> tuple[Recipe, Given]:
     """The recipe to run, and the objects that a program gives in place of names in it."""
     for name in overrides.keys() - {section.name for section in fields(Recipe)}:
-        if close := get_close_matches(name, _ARGUMENTS, n=1, cutoff=0.8):
+        if close := similar(name, _ARGUMENTS, cutoff=0.8):
             raise RecipeError(f"{name}: no such argument; did you mean {close[0]}?")
     if isinstance(model, str | Path):
         overrides, model = {"model.path": str(model), **overrides}, None
