@@ -21,9 +21,10 @@ def project(tmp_path_factory):
 
 
 def test_a_launch_records_its_begin_its_logs_and_its_end(project):
-    first, *logs, end = events(project.run)
+    first, surroundings, *logs, end = events(project.run)
     assert (first["event"], first["ranks"], first["resumed_from"]) == ("launch", 1, None)
     assert first["memory"] > 1e8, "the machine is recorded"
+    assert (surroundings["event"], surroundings["ranks"]) == ("surroundings", 1)
     assert [log["step"] for log in logs] == [row["step"] for row in metrics(project.run)]
     assert logs[-1]["peak_memory"] > 1e6
     waited = [log["save_blocking_seconds"] for log in logs]
