@@ -124,6 +124,7 @@ def test_a_mounted_folder_is_a_store_too(project, whole, tmp_path):
         "loss.png",
         "metrics.jsonl",
         "recipe.yaml",
+        "rows.xxh",
     ]
     last = (tmp_path / "mounted/run/launches.jsonl").read_text().splitlines()[-1]
     assert json.loads(last)["outcome"] == "complete", "the record is there before the last upload"
