@@ -92,3 +92,12 @@ def test_other_unexpected_tensors_are_refused_as_before(tmp_path):
     save_file({**tensors, "model.more.weight": torch.ones(2)}, base / "model.safetensors")
     with pytest.raises(surefoot.errors.ModelError, match=r"1 tensor unexpected \(model\.more"):
         trained(tmp_path, base, "full")
+
+
+@pytest.mark.parametrize("method", ["full", {"lora": {"rank": 2}}], ids=["full", "lora"])
+@pytest.mark.parametrize("stated", [0, 1])
+def test_layers_that_no_configuration_states_are_of_another_model(stated, method, tmp_path):
+    base = save_base(tmp_path / "base", "glm4_moe")
+    edit_json(base / "config.json", num_hidden_layers=1, num_nextn_predict_layers=stated)
+    with pytest.raises(surefoot.errors.ModelError, match=r"unexpected \(model\.layers\.1\."):
+        trained(tmp_path, base, method)

@@ -50,7 +50,7 @@ from .config import (
 )
 from .section import ModelSection
 from .tokenizer import new_token_ids
-from .unloaded_tensors import is_of_added_layers
+from .unloaded_tensors import of_added_layers
 from .weights import place
 
 logger = logging.getLogger(__name__)
@@ -224,7 +224,7 @@ def _check_complete(folder: Path, info: dict[str, object], model: PreTrainedMode
     ):
         names = sorted(str(name) for name in info.get(kind) or ())  # type: ignore[attr-defined]
         if kind == "unexpected_keys":  # what ``unloaded`` names, exports keep
-            names = [name for name in names if not is_of_added_layers(name, model)]
+            names = sorted({*names} - of_added_layers(names, model))
         if names:
             raise ModelError(
                 f"{folder}: {counted(len(names), 'tensor')} {kind.removesuffix('_keys')} "

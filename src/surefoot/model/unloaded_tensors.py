@@ -5,7 +5,8 @@ export copies them from the base as they are."""
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -44,10 +45,21 @@ def _is_beyond(name: str, modules: Collection[str]) -> bool:
     return any(module.rpartition(".")[0] == place for module in modules if module)
 
 
-def is_of_added_layers(name: str, model: PreTrainedModel) -> bool:
-    """Whether a tensor is of layers for multi-token prediction, by its name: transformers knows
-    those of the published models only, whose number of layers is in its list."""
-    layer = _LAYER.search(name)
-    num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    is_behind = layer is not None and num_layers is not None and int(layer[1]) >= num_layers
-    return is_behind or name.startswith(("mtp.", "model.mtp."))
+def num_added_layers(config: Mapping[str, Any]) -> int:
+    """The layers for multi-token prediction that a configuration states."""
+    sizes = {**config, **(config.get("text_config") or {})}
+    stated = (sizes[name] for name in sizes if "nextn" in name or "mtp" in name)
+    return sum(int(number) for number in stated if isinstance(number, int))
+
+
+def of_added_layers(names: Iterable[str], model: PreTrainedModel) -> set[str]:
+    """Those of ``names`` that are of layers for multi-token prediction: transformers knows them of
+    the published models only, whose number of layers is in its list. Of layers behind the last one
+    none is such if the configuration states fewer of them: then it is of another model."""
+    names, config = list(names), model.config
+    layers = {name: int(found[1]) for name in names if (found := _LAYER.search(name))}
+    num_layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    behind = {n for n, layer in layers.items() if num_layers is not None and layer >= num_layers}
+    if len({layers[name] for name in behind}) > num_added_layers(config.to_dict()):
+        behind = set()
+    return behind | {name for name in names if name.startswith(("mtp.", "model.mtp."))}

@@ -77,7 +77,7 @@ from ...model.config import (
 )
 from ...model.section import ModelSection
 from ...model.tokenizer import TOKENIZER_CONFIG, load_tokenizer
-from ...model.unloaded_tensors import unloaded
+from ...model.unloaded_tensors import num_added_layers, unloaded
 from ...model.weight_matrices import adapted
 from ...model.weights import FullWeights, names_in_files, names_unless_split, places
 from ...network.shard_loading import meta_twin, open_base
@@ -293,9 +293,7 @@ def unloaded_weights(parts: ModelFolders) -> TensorSource | None:
     if parts.base is None or parts.adapter is not None:
         return None
     path = parts.base.path
-    config = read_config(parts.model / CONFIG)
-    names = {**config, **(config.get("text_config") or {})}
-    has_more = any(names.get(name) for name in names if "nextn" in name or "mtp" in name)
+    has_more = num_added_layers(read_config(parts.model / CONFIG)) > 0
     if not files.is_folder(Path(path)) and not has_more:
         return None  # of a hub, whose download nothing asks for
     try:
