@@ -179,18 +179,22 @@ def test_attention_kernels_and_padded_rows_give_the_same_losses(other, plain, tm
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU computes in fp16")
 def test_fp16_is_fp32_on_a_cpu_also_for_a_checkpoint_that_has_its_scale(plain, tmp_path, caplog):
-    """A scale is a power of two, and is divided out again. One processor has another last bit."""
-    fp16 = {"train.output_dir": str(tmp_path), "train.precision": "fp16"}
-    fp16 |= {"checkpoint.save_steps": 1, "checkpoint.keep": None}
-    before = build(load(plain.recipe, fp16))
+    """To the bit. With a scale, a loss is divided by its tokens before its gradients are computed,
+    so the run that saved it is the plain one up to rounding."""
+    fp16 = {"train.precision": "fp16", "checkpoint.save_steps": 1, "checkpoint.keep": None}
+    before = build(load(plain.recipe, {**fp16, "train.output_dir": str(tmp_path)}))
     before.policy.step.scaler = LossScaler(enabled=True)
     before.fit()
     assert '"scale": 65536.0' in (tmp_path / "checkpoint-1" / "state.json").read_text()
-    fp16["train.output_dir"] = str(tmp_path / "resumed")
-    surefoot.train(plain.recipe, **fp16, **{"checkpoint.resume": str(tmp_path / "checkpoint-1")})
-    resumed, whole = losses(tmp_path / "resumed"), losses(plain.run)
-    assert [resumed[2], resumed[3]] == pytest.approx([whole[2], whole[3]], rel=1e-6)
+    for precision in ("fp16", "fp32"):
+        more = {"train.output_dir": str(tmp_path / precision), "train.precision": precision}
+        more["checkpoint.resume"] = str(tmp_path / "checkpoint-1")
+        surefoot.train(plain.recipe, **more)
     assert "train.precision: fp16 is computed in fp32 on a CPU" in caplog.text
+    resumed = losses(tmp_path / "fp16")
+    assert [*resumed] == [1, 2, 3]
+    assert resumed == losses(tmp_path / "fp32")
+    assert resumed == pytest.approx(losses(plain.run), rel=1e-6)
 
 
 def test_a_run_keeps_the_attention_of_its_packed_rows(plain):

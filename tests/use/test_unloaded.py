@@ -35,7 +35,9 @@ def save_base(folder, kind):
 
 def trained(folder, base, method, name="run", **more):
     train = {"output_dir": str(folder / name), "max_steps": 1, "eval_steps": None}
-    path = save_recipe(folder, method=method, train=train, model={"path": str(base)}, **more)
+    data = {"packing": False}  # of Qwen3-Next, rows in one would see each other
+    model = {"path": str(base)}
+    path = save_recipe(folder, method=method, train=train, model=model, data=data, **more)
     surefoot.train(path)
     return folder / name
 
