@@ -172,7 +172,7 @@ ANSWER = {
 ANSWERING = """
 const real = window.fetch; window.asked = [];
 window.fetch = (address, options) => {
-  if (String(address) !== "/api/chat") return real(address, options);
+  if (!new URL(address, document.baseURI).pathname.endsWith("/api/chat")) return real(address, options);
   window.asked.push(JSON.parse(options.body));
   return Promise.resolve(new Response(arguments[0] + "\\n"));
 };
