@@ -172,7 +172,8 @@ ANSWER = {
 ANSWERING = """
 const real = window.fetch; window.asked = [];
 window.fetch = (address, options) => {
-  if (!new URL(address, document.baseURI).pathname.endsWith("/api/chat")) return real(address, options);
+  const place = new URL(address, document.baseURI).pathname;
+  if (!place.endsWith("/api/chat")) return real(address, options);
   window.asked.push(JSON.parse(options.body));
   return Promise.resolve(new Response(arguments[0] + "\\n"));
 };
