@@ -91,7 +91,7 @@ def test_tools_need_a_template_and_a_file_of_schemas(opened, tmp_path):
     with pytest.raises(TemplateError, match="supports no tools"):
         Conversation(opened[1], GenerateSection(), tools=[TOOL])
     path = tmp_path / "tools.json"
-    with pytest.raises(DataError, match=r"--tools .*tools\.json: cannot be read"):
+    with pytest.raises(DataError, match=r"cannot read --tools .*tools\.json: No such file"):
         read_tools(path)
     for text, problem in [("{", "not valid JSON"), ("[]", "contains no function schema")]:
         path.write_text(text)
