@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..errors import RunError, counted
+from ..storage.files import write_new
 from ..storage.remote import Address, default_cache, is_address
 from ..terminal_text import visible
 from .loading import loading, start_ranks
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
     from ..parallel.world import World
     from ..run.replay import ReplayReport
     from ..run.surroundings import Launch
+    from ..run.trace import TraceReport
+    from ..training.callback import TrainerCallback
 
 _SHOWN = 6  # figures and tensors that differ
 _SECONDS = 60.0  # of failures in a row, before a store is given up
@@ -27,11 +32,28 @@ _SECONDS = 60.0  # of failures in a row, before a store is given up
 
 @click.command()
 @click.argument("place", metavar="RUN")
-@click.option(
-    "--step", "first", type=click.IntRange(1), required=True, metavar="N", help="The first step."
-)
+@click.option("--step", "first", type=click.IntRange(1), metavar="N", help="The first step.")
 @click.option(
     "--to", "last", type=click.IntRange(1), metavar="M", help="The last step; by default N."
+)
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write a new FILE with the operations of steps N to M, and hashes of their results.",
+)
+@click.option(
+    "--compare",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Name the first operation whose bits are others than in a FILE of --trace.",
+)
+@click.option("--every", type=click.IntRange(1), metavar="K", help="Each step that K divides.")
+@click.option(
+    "--report",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Of --every: write a new FILE (JSON) with what was equal.",
 )
 @click.option(
     "--scratch",
@@ -39,12 +61,22 @@ _SECONDS = 60.0  # of failures in a row, before a store is given up
     metavar="FOLDER",
     help="Where to work, if not beside RUN: as much room as a checkpoint takes.",
 )
-def replay(place: str, first: int, last: int | None, scratch: Path | None) -> None:
+def replay(
+    place: str,
+    first: int | None,
+    last: int | None,
+    trace: Path | None,
+    compare: Path | None,
+    every: int | None,
+    report: Path | None,
+    scratch: Path | None,
+) -> None:
     """Compute steps of RUN, the folder or URL of a run, again, and compare them with its log.
 
     \b
     surefoot replay runs/orders --step 45
     surefoot replay runs/orders --step 41 --to 60
+    surefoot replay runs/orders --every 100 --report replayed.json
 
     The steps are computed from the nearest checkpoint before N, or from the beginning, with the
     settings, threads and ranks of the launch that computed them. Every line of metrics.jsonl up to
@@ -52,27 +84,117 @@ def replay(place: str, first: int, last: int | None, scratch: Path | None) -> No
     still train. Exit code 0: all is equal to the bit; 1: something differs, or nothing could be
     compared; 2: the steps cannot be computed again.
     """
+    for file, option in ((trace, "--trace"), (report, "--report")):
+        if file is not None and (file.exists() or not file.absolute().parent.is_dir()):
+            why = "is there already" if file.exists() else "is in no folder that there is"
+            raise click.UsageError(f"{option} {file} {why}; name a new file")
+    if (first is None) == (every is None):
+        raise click.UsageError("name the steps: --step N with or without --to M, or --every K")
+    if every is not None:
+        if last is not None or trace is not None or compare is not None:
+            raise click.UsageError("--to, --trace and --compare are of --step, not of --every")
+        raise click.exceptions.Exit(_at_intervals(place, every, report, scratch))
+    if report is not None:
+        raise click.UsageError("--report is of --every, not of --step")
+    assert first is not None
     last = first if last is None else last
     if last < first:
         raise click.UsageError(f"--to {last} is before --step {first}")
     run = local_run(place, first, last)
-    with ranks_of(run, surrounded(run, last)) as (joined_world, parallel):
-        from ..parallel.watchdog import watched
-        from ..run.replay import ReplayPlan, compute, scratch_folder
+    with ranks_of(run, surrounded(run, last)) as (world, parallel):
+        from ..run.surroundings import differences
+        from ..run.trace import SavedTrace, Trace
 
-        plan = joined_world.on_main(lambda: ReplayPlan.of(run, first, last))
-        with (
-            scratch_folder(run, scratch, joined_world) as folder,
-            watched(joined_world, parallel, folder) as world,
-        ):
-            report = compute(plan, folder, world)
-            world.wait()
-    if joined_world.is_main:
-        click.echo(visible("\n".join(lines_of(report))))
-    if report.signal is not None:
-        raise SystemExit(128 + report.signal)
-    if not report.is_equal:
+        before = None if compare is None else SavedTrace.read(compare, first, last)
+        with closing(Trace(first)) as watch:
+            watching = (watch,) if trace or compare else ()
+            found = _replayed(run, first, last, scratch, world, parallel, watching)
+    is_equal = found.is_equal
+    if world.is_main:
+        click.echo(visible("\n".join(lines_of(found))))
+        if trace is not None and found.signal is None:
+            watch.save(trace, found.surroundings)
+            operations = counted(len(watch.operations), "operation")
+            click.echo(visible(f"{trace}: {operations}; compare them with --compare {trace}"))
+        if before is not None and found.signal is None:
+            compared = before.compared(watch.operations)
+            is_equal &= compared.is_equal
+            click.echo(visible("\n".join(_of_operations(compared))))
+            if changes := differences(before.surroundings, found.surroundings):
+                click.echo(visible(f"other than in {compare}: {'; '.join(map(str, changes))}"))
+    if found.signal is not None:
+        raise SystemExit(128 + found.signal)
+    if not is_equal:
         raise click.exceptions.Exit(1)
+
+
+def _replayed(
+    run: Path,
+    first: int,
+    last: int,
+    scratch: Path | None,
+    joined_world: World,
+    parallel: ParallelSection,
+    watching: Sequence[TrainerCallback] = (),
+) -> ReplayReport:
+    from ..parallel.watchdog import watched
+    from ..run.replay import ReplayPlan, compute, scratch_folder
+
+    plan = joined_world.on_main(lambda: ReplayPlan.of(run, first, last))
+    with (
+        scratch_folder(run, scratch, joined_world) as folder,
+        watched(joined_world, parallel, folder) as world,
+    ):
+        found = compute(plan, folder, world, watching=watching)
+        world.wait()
+    return found
+
+
+def _at_intervals(place: str, every: int, report: Path | None, scratch: Path | None) -> int:
+    """Replay each step that ``every`` divides, and say and write what came of it; the exit code."""
+    if is_address(place):
+        raise click.UsageError(f"--every is of a folder; copy {place} here first")
+    run = local_run(place, 1, 1)
+    launch = surrounded(run, sys.maxsize)  # the last one
+    with loading():
+        from ..run.replay import last_step_of
+
+    steps = range(every, last_step_of(run) + 1, every)
+    if not steps:
+        raise RunError(f"{run}: has not come to step {every} yet")
+    segments = list[dict[str, Any]]()
+    with ranks_of(run, launch) as (world, parallel):
+        for step in steps:
+            try:
+                found = _replayed(run, step, step, scratch, world, parallel)
+            except RunError as error:  # such as of a launch with other ranks
+                segments.append({"step": step, "equal": None, "said": [str(error)]})
+            else:
+                if found.signal is not None:
+                    raise SystemExit(128 + found.signal)
+                segments.append(_segment(step, found))
+            if world.is_main:
+                click.echo(visible("\n".join(segments[-1]["said"])))
+        num_equal = sum(segment["equal"] is True for segment in segments)
+        if world.is_main:
+            click.echo(f"{num_equal} of {counted(len(steps), 'step')} equal to the bit")
+            if report is not None:
+                facts = {"run": str(run.absolute()), "every": every, "segments": segments}
+                write_new(report, json.dumps(facts, indent=1).encode())
+    return int(num_equal < len(steps))
+
+
+def _segment(step: int, found: ReplayReport) -> dict[str, Any]:
+    """What a report says of a step."""
+    return {
+        "step": step,
+        "equal": found.is_equal,
+        "computed_from": found.plan.start_step + 1,
+        "equal_lines": found.num_equal,
+        "equal_tensors": len(found.tensors or ()) - len(found.odd_tensors),
+        "surroundings": found.surroundings,
+        "said": list(lines_of(found)),
+    }
 
 
 def local_run(place: str, first: int, last: int) -> Path:
@@ -210,3 +332,20 @@ def _surroundings(report: ReplayReport) -> Iterator[str]:
             "nothing that is recorded is other than in the launch that computed these steps; what "
             "a function, a callback or another machine's model does by itself is not recorded"
         )
+
+
+def _of_operations(report: TraceReport) -> Iterator[str]:
+    """What two traces have in common, for people."""
+    alike = counted(report.num_alike, "operation")
+    if report.is_equal:
+        yield f"{alike}: equal to the bit"
+        return
+    if report.parted is not None:
+        before, now = (each or "none" for each in report.parted)
+        yield f"the operations are others: first {before} then, {now} now"
+    if report.first is None:
+        yield f"{alike} in both: equal to the bit"
+    else:
+        number, operation = report.first
+        yield f"{alike} in both, {report.num_differing:,} with other bits; the first is {operation}"
+        yield f"  number {number:,}; those before it are equal to the bit"

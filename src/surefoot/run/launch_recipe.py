@@ -22,6 +22,7 @@ class LaunchRecipe:
     """The recipe of a run as one of its launches had it, for steps that are computed again."""
 
     recipe: Recipe
+    ranks: int | None  # None: not recorded
 
     @classmethod
     def of(
@@ -30,8 +31,7 @@ class LaunchRecipe:
         """That of ``run`` with the ``settings`` of the launch and on its ``ranks``, if these are
         known, which works in ``folder``. Raises ``RecipeError``, and ``RunError`` if its steps
         cannot be repeated."""
-        known = {} if ranks is None else {"parallel.num_processes": ranks}
-        recipe = read(load(run), {**settings, **known})
+        recipe = read(load(run), settings)
         if recipe.stage.sampler.server is not None:
             raise RunError(
                 f"stage.{schema.variant_name(STAGES, recipe.stage)}.sampler: a server has sampled "
@@ -43,12 +43,13 @@ class LaunchRecipe:
         # All that is saved stays, and nothing is a link to a file of the run, which is only read.
         saves = CheckpointSection(keep=None, share_unchanged=False, layout=layout)
         saves = replace(saves, max_shard_size=recipe.checkpoint.max_shard_size)
-        return cls(replace(recipe, train=train, checkpoint=saves))
+        return cls(replace(recipe, train=train, checkpoint=saves), ranks)
 
     @property
     def parallel(self) -> ParallelSection:
-        """The mesh of its ranks."""
-        return self.recipe.parallel
+        """The mesh of its ranks, as many as it had: a recipe may leave that to the machine."""
+        ranks = self.ranks or self.recipe.parallel.num_processes
+        return replace(self.recipe.parallel, num_processes=ranks)
 
     @property
     def follows_evaluations(self) -> bool:

@@ -95,7 +95,7 @@ class ReplayPlan:
         launches, checkpoints = launches_in(run), committed(run)
         history, skipped = _known_to(checkpoints)
         logged = lines_of(run / METRICS, history)
-        end = max([0, *(step for step, _ in logged), *map(step_of, checkpoints)])
+        end = _last_of(logged, checkpoints)
         if last > end:
             raise RunError(f"{run}: is at step {end:,}, so there is no step {last:,} to replay")
         start = _start_before(run, first, launches)
@@ -129,6 +129,16 @@ class ReplayPlan:
             if source is not None and target is not None:
                 copy_checkpoint(source, target)
         return replace(self, start=start, saved=saved)
+
+
+def _last_of(logged: Mapping[Key, Record], checkpoints: Sequence[Path]) -> int:
+    return max([0, *(step for step, _ in logged), *map(step_of, checkpoints)])
+
+
+def last_step_of(run: Path) -> int:
+    """The last step of ``run`` that has been logged or saved."""
+    checkpoints = committed(run)
+    return _last_of(lines_of(run / METRICS, _known_to(checkpoints)[0]), checkpoints)
 
 
 def _set_by(launches: Sequence[Launch], step: int) -> tuple[object, ...] | None:
@@ -234,6 +244,7 @@ class ReplayReport:
     tensors: Sequence[TensorChange] | None  # None: no checkpoint was reached
     differing: Sequence[Difference]  # surroundings
     are_known: bool  # whether the run has recorded its surroundings
+    surroundings: Mapping[str, Any] = field(default_factory=dict)  # of now
 
     @property
     def num_compared(self) -> int:
@@ -284,11 +295,15 @@ class Repeat(TrainerCallback):
 
 
 def compute(
-    plan: ReplayPlan, scratch: Path, world: World, companions: Mapping[str, bytes] | None = None
+    plan: ReplayPlan,
+    scratch: Path,
+    world: World,
+    companions: Mapping[str, bytes] | None = None,
+    watching: Sequence[TrainerCallback] = (),
 ) -> ReplayReport:
     """Compute the steps of ``plan`` again in ``scratch``, and compare them. With ``companions``,
     the last state is saved as the run would have: after its evaluations, and with these files
-    beside the weights. A collective call."""
+    beside the weights. ``watching`` are callbacks that look on. A collective call."""
     plan = world.on_main(lambda: plan.held(scratch))
     start, records, trainer = plan.start, list[Record](), None
     saved = set() if plan.saved is None else {step_of(plan.saved)}
@@ -305,11 +320,11 @@ def compute(
         repeat = Repeat(plan.logged, arm.last, saves, evaluates, records)
         trainer = build(
             located(recipe.recipe, world),
-            callbacks=(repeat,),
+            callbacks=(repeat, *watching),
             resume=start and Start.of(start, world, is_verified=True),
             world=world,
         )
-        _fit(trainer, plan, companions or {}, evaluates=evaluates)
+        _fit(trainer, plan, (repeat, *watching), companions or {}, evaluates=evaluates)
         start = trainer.saver.path_of(trainer.state.global_step)
         if trainer.signal is not None:
             break
@@ -318,11 +333,16 @@ def compute(
 
 
 def _fit(
-    trainer: Trainer, plan: ReplayPlan, companions: Mapping[str, bytes], *, evaluates: bool
+    trainer: Trainer,
+    plan: ReplayPlan,
+    callbacks: Sequence[TrainerCallback],
+    companions: Mapping[str, bytes],
+    *,
+    evaluates: bool,
 ) -> None:
-    """Let ``trainer`` take the steps."""
+    """Let ``trainer`` take the steps, watched by ``callbacks`` and those of the recipe."""
     # Those that every run has write into its folder, and act at steps of their own.
-    kept: tuple[type, ...] = (Repeat, *(type(each) for each in trainer.section.callbacks))
+    kept = tuple(type(each) for each in (*callbacks, *trainer.section.callbacks))
     for member in trainer.callbacks.members:
         if not isinstance(member, kept):
             trainer.callbacks.pop(member)
@@ -361,7 +381,7 @@ def _compared(
     now_here = observed(trainer, {} if launch is None else launch.settings)
     differing = differences(known, now_here)
     return ReplayReport(
-        plan, reached, trainer.signal, num_equal, gaps, tensors, differing, bool(known)
+        plan, reached, trainer.signal, num_equal, gaps, tensors, differing, bool(known), now_here
     )
 
 
