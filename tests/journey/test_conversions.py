@@ -5,12 +5,14 @@ import pytest
 import torch
 
 from cli.ckpt.runner import run as ckpt
+from damage import flip
 from folders import save_adapter, save_model, save_recipe
 from surefoot.checkpoint.layouts.opening import open_named
 from surefoot.checkpoint.sources import read_whole
 from surefoot.errors import CheckpointError
 from surefoot.recipe.recipe import load
 from surefoot.run.training_run import build
+from surefoot.storage import files
 
 CUT = ("--layout", "distributed")
 TARGETS = {
@@ -20,6 +22,11 @@ TARGETS = {
     "surefoot ranks": ("--to", "surefoot", *CUT, "--mesh", "dp_shard=2"),
     "mindspore": ("--to", "mindspore"),
     "mindspore ranks": ("--to", "mindspore", *CUT, "--parallel-config", "model_parallel=2"),
+}
+WRITERS = {
+    **TARGETS,
+    "dcp": ("--to", "dcp"),
+    "float16": ("--to", "huggingface", "--dtype", "float16"),
 }
 MODELS = ("huggingface", "surefoot", "surefoot ranks", "mindspore", "mindspore ranks")
 ADAPTERS = ("peft", "surefoot adapter", "surefoot adapter ranks")
@@ -94,3 +101,24 @@ def test_going_on_from_weights_alone_is_refused_and_starting_from_them_is_not(so
         build(load(path), resume=folder)
     made = build(load(path))
     assert_equal(made.policy.weights.state_dict(), tensors(sources["huggingface"]))
+
+
+@pytest.mark.parametrize("target", WRITERS)
+def test_what_a_disk_does_not_give_back_as_it_was_written_is_no_conversion(
+    sources, tmp_path, target, monkeypatch
+):
+    sync = files.File.sync
+
+    def damaging(self):
+        sync(self)
+        if ".safetensors" in self.path.name:
+            flip(self.path, -1)
+
+    monkeypatch.setattr(files.File, "sync", damaging)
+    source = sources["peft" if target == "peft" else "huggingface"]
+    done = ckpt("convert", source, tmp_path / "out", *WRITERS[target])
+    assert done.exit_code == 2
+    assert "is deleted, check the disk and try again" in done.stderr
+    assert not (tmp_path / "out").exists()
+    done = ckpt("convert", source, tmp_path / "out", *WRITERS[target], "--no-verify")
+    assert done.exit_code == 0

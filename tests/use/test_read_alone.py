@@ -11,10 +11,12 @@ import pictures
 import surefoot
 from each import some
 from folders import CHATML, edit_json, save_recipe
+from surefoot.checkpoint.converting import targets
 from surefoot.checkpoint.converting.targets import HuggingFaceModel
 from surefoot.plugins.gguf.targets import GGUF
 from surefoot.plugins.quantize.target import QuantizedFolder
 from surefoot.use import export
+from surefoot.use.exporting.conversion import convert
 from surefoot.use.exporting.verification import compare_alone
 
 SYSTEM = 'Answer as a clerk of the "harbour".\nSay """yes""" often.'
@@ -39,7 +41,8 @@ TASKS = {
     "preferences": {"method": "full", "stage": "dpo"},
 }
 WIDE = {"shortest_edge": 784, "longest_edge": 50176}  # pixels of a picture
-FEW = [("huggingface", "system text"), ("gguf", "system text"), ("huggingface", "tags")]
+FEW = [(e, "system text") for e in ("huggingface", "gguf")]
+FEW += [("huggingface", task) for task in ("tags", "plain text")]
 PAIRS = [{"prompt": f"{n}?", "chosen": "yes, of course", "rejected": "never"} for n in range(12)]
 
 
@@ -118,6 +121,23 @@ def test_a_planted_fault_is_found(runs, words, tmp_path):
     PLANTED[words](out)
     result = compare_alone(out)
     assert any(re.search(words, line) for line in result.differences), result.differences
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (with_a_first_token, r"its prompt is '<\|endoftext\|>"),
+        (with_another_end, "does not end responses with"),
+        (with_other_tokens, "its prompt is"),
+        (without_tokenizer, "opens no tokenizer"),
+    ],
+)
+def test_a_planted_fault_of_a_conversion_is_said(runs, fault, words, tmp_path, monkeypatch, caplog):
+    write = targets.write_small
+    monkeypatch.setattr(targets, "write_small", lambda *a: (write(*a), fault(a[0])))
+    (folder,) = runs("full").glob("checkpoint-*")
+    convert(folder, tmp_path / "out", HuggingFaceModel())
+    assert re.search(f"out by itself: .*{words}", caplog.text)
 
 
 @pytest.fixture(scope="module", params=some(["qwen2_vl", "gemma3"], ["qwen2_vl"]))

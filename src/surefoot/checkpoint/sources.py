@@ -26,7 +26,7 @@ from ..storage.memory import only_new_collected
 from ..storage.parallel_work import MAX_SPACE, ByteStream, ahead
 from .disk._bytes import DTYPES, dtype_name, fill_box, write_tensor
 from .disk.folder import FolderWeights, StoredBox
-from .disk.tensorfile import FilePlan, explained, plan_save
+from .disk.tensorfile import FilePlan, Hashes, explained, plan_save
 from .float32_weights import Kept, none_kept
 from .saving.preparation import dump_index
 
@@ -368,9 +368,9 @@ def copy(
     dtype: str | None = None,
     max_shard_size: int | None = 5_000_000_000,
     progress: Progress | None = None,
-) -> None:
+) -> Hashes:
     """Write ``source`` into ``target_folder`` as ``{stem}.safetensors``, or as several files and an
-    index.
+    index; returns the hashes of what was written.
 
     ``dtype`` (float32, float16, bfloat16) casts floating point tensors. The files appear when all
     are complete; a folder that already contains such weights is rejected.
@@ -380,11 +380,12 @@ def copy(
     with files.raising(CheckpointError, f"cannot write weights to {folder}"):
         files.make_folder(folder)
         _make_room(folder, stem)
-        _write(source, folder, plans, progress or silent)
+        hashes = _write(source, folder, plans, progress or silent)
         if len(plans) > 1:
             # The index comes last: without it transformers sees no model in these files.
             files.write_aside(folder / f"{stem}.safetensors.index.json", dump_index(plans))
         files.sync_folder(folder)
+    return hashes
 
 
 def cast(source: TensorSource, dtype: str | None, kept: Kept) -> TensorSource:
@@ -423,9 +424,9 @@ def _make_room(folder: Path, stem: str) -> None:
 
 def _write(
     source: TensorSource, folder: Path, plans: Sequence[FilePlan], progress: Progress
-) -> None:
+) -> Hashes:
     """Write all files under temporary names, then rename them."""
-    nonce = secrets.token_hex(4)
+    nonce, hashes = secrets.token_hex(4), dict[str, Mapping[str, str]]()
     with contextlib.ExitStack() as stack:
         opened = []
         for plan in plans:
@@ -439,9 +440,10 @@ def _write(
             file.bypass_cache()
             opened.append(file)
         for file, plan in zip(opened, plans, strict=True):
-            fill(file, source, plan, progress)
+            hashes[plan.name] = fill(file, source, plan, progress)
         for file, plan in zip(opened, plans, strict=True):
             files.rename(file.path, folder / plan.name)
+    return hashes
 
 
 def _remove(path: Path) -> None:

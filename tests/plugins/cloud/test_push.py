@@ -230,6 +230,19 @@ def test_an_export_that_is_not_what_was_verified_is_not_uploaded(project, hub, t
     assert b'"eos_token_id": 1' in files(hub)["generation_config.json"]
 
 
+@pytest.mark.parametrize("name", ["adapter_config.json", "modeling.py", "more.safetensors"])
+def test_what_was_added_to_an_export_and_would_be_opened_is_not_uploaded(
+    project, hub, tmp_path, name
+):
+    out = export(project / "run", tmp_path / "export")
+    (out / "notes.txt").write_text("mine")  # no program opens it
+    push(out, target(), dry_run=True)
+    (out / name).write_text("{}")
+    with pytest.raises(ModelError, match=rf"{name} was added since it was exported"):
+        push(out, target())
+    assert not hub.repositories
+
+
 def test_without_a_token_the_cure_is_named(project, hub, monkeypatch):
     hub.needs_token = True
     monkeypatch.setenv("HF_TOKEN", "wrong")

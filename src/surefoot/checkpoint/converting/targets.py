@@ -29,7 +29,7 @@ from ..disk import strict_json
 from ..disk.commit import named, new_folder, write_small
 from ..disk.folder import ADAPTER_CONFIG, DISTRIBUTED, companions_of, open_checkpoint
 from ..disk.manifest import Kind, Layout, is_safetensors
-from ..disk.tensorfile import plan_save
+from ..disk.tensorfile import Hashes, plan_save
 from ..float32_weights import kept_in_float32, none_kept
 from ..layouts.detection import detect_layout, has_manifest, model_near, small_file
 from ..layouts.layout import Reading, file_name
@@ -116,6 +116,7 @@ class Done:
 
     notes: Mapping[str, object] = field(default_factory=dict)  # for --json
     words: str = ""  # for people
+    hashes: Hashes = field(default_factory=dict)  # of files that have none themselves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,11 +371,12 @@ class HuggingFaceModel(ModelTarget):
             has_model = origin.base is not None or model_near(origin.folder) is not None
             sign, words = None, "" if has_model else _WEIGHTS_ONLY
         with new_folder(target, may_be_empty=sign is not None) as folder:
-            copy(weights, folder, max_shard_size=self.max_shard_size, progress=progress)
+            size = self.max_shard_size
+            hashes = copy(weights, folder, max_shard_size=size, progress=progress)
             write_small(folder, small)
             if sign is not None:
                 sign(folder)
-        return Done(words=words)
+        return Done(words=words, hashes=hashes)
 
 
 _WEIGHTS_ONLY = (
@@ -405,9 +407,11 @@ class PEFTAdapter(WeightsTarget):
             source, small = _inside(folder, origin.weights())
         source = cast(source, self.dtype, none_kept)
         with new_folder(target) as part:
-            copy(source, part, stem="adapter_model", max_shard_size=None, progress=progress)
+            hashes = copy(
+                source, part, stem="adapter_model", max_shard_size=None, progress=progress
+            )
             write_small(part, small)
-        return Done()
+        return Done(hashes=hashes)
 
 
 def _inside(folder: Path, source: TensorSource) -> tuple[TensorSource, dict[str, bytes]]:
@@ -436,11 +440,11 @@ def write_dcp(
     mesh: Mesh = ALONE,
     small: Mapping[str, bytes] | None = None,
     progress: Progress | None = None,
-) -> None:
+) -> Hashes:
     """Write ``source``, sharded for ``mesh``, into the new folder ``target``, with ``small`` files.
     PyTorch's ``HuggingFaceStorageReader`` reads it, ``consolidate_safetensors_files`` unshards it.
     """
-    plans = []
+    plans, hashes = [], dict[str, Mapping[str, str]]()
     with new_folder(target) as folder:
         for rank, by_role in enumerate(tensors_of_ranks({"model": source}, mesh)):
             local = by_role["model"]
@@ -454,8 +458,9 @@ def write_dcp(
         for plan in plans:
             with files.open_file(folder / plan.name, follow=False, write=True) as file:
                 file.bypass_cache()
-                fill(file, source, plan, progress or silent)
+                hashes[plan.name] = fill(file, source, plan, progress or silent)
         write_small(folder, small or {})
+    return hashes
 
 
 @dataclass(frozen=True)
@@ -470,9 +475,10 @@ class DCPFolder(WeightsTarget):
         kept, mesh = kept_in_float32(origin.folder, self.dtype), self.mesh or Mesh()
         source = cast(origin.weights(), self.dtype, kept)
         small = companions(origin.folder, source)
-        write_dcp(source, target, mesh=mesh, small=small, progress=progress)
+        hashes = write_dcp(source, target, mesh=mesh, small=small, progress=progress)
         reader = f"HuggingFaceStorageReader({str(target)!r})"
-        return Done({"mesh": mesh.axes}, f"read it with dcp.load(..., storage_reader={reader})")
+        words = f"read it with dcp.load(..., storage_reader={reader})"
+        return Done({"mesh": mesh.axes}, words, hashes)
 
 
 TARGETS: Extended[type[Target]] = Extended(

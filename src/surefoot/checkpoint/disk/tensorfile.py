@@ -275,6 +275,7 @@ def is_size(value: object) -> bool:
 
 
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]  # name -> dtype, shape
+Hashes = Mapping[str, Mapping[str, str]]  # of what was written: of each file, by tensor
 
 
 @dataclass(frozen=True)

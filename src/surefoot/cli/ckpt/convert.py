@@ -19,9 +19,20 @@ if TYPE_CHECKING:
 @click.command(cls=TargetCommand)
 @click.argument("checkpoint", metavar="SRC", type=PLACE)
 @click.argument("target", metavar="DST", type=click.Path(path_type=Path))
+@click.option(
+    "--verify/--no-verify",
+    default=True,
+    help="Read DST again, and compare the names and hashes of its tensors with those that were "
+    "written (default).",
+)
 @JSON
 def convert(
-    checkpoint: Path | Address, target: Path, kind: str | None, as_json: bool, **options: object
+    checkpoint: Path | Address,
+    target: Path,
+    verify: bool,
+    kind: str | None,
+    as_json: bool,
+    **options: object,
 ) -> None:
     """Write SRC, a checkpoint, in another layout or as another program reads it.
 
@@ -30,6 +41,7 @@ def convert(
     """
     from ...checkpoint.converting.targets import OptionError
     from ...use.exporting.conversion import convert as write
+    from ...use.exporting.conversion import verify_conversion
 
     explicit_options = {name: value for name, value in options.items() if value}
     kind = kind or _usual(explicit_options)
@@ -39,6 +51,8 @@ def convert(
         to = target_of(kind, explicit_options)
         with reading("converting", None) as advance, naming_packages(to):
             done = write(folder, target, to, advance, read_as)
+        if verify:
+            verify_conversion(target, done)
     except OptionError as error:
         raise click.UsageError(str(error)) from None
     _report(target, kind, done, as_json=as_json)

@@ -89,7 +89,7 @@ class MindSporeFolder(ModelTarget):
         elif self.parallel_config is not None:
             stages = self.parallel_config.stages(sorted_out(source)[0])
         if self.iteration:
-            write_iteration(
+            hashes = write_iteration(
                 source,
                 target,
                 stages=stages,
@@ -99,9 +99,9 @@ class MindSporeFolder(ModelTarget):
                 progress=progress,
             )
         elif stages is None:
-            write_full(source, target, small=small, progress=progress)
+            hashes = write_full(source, target, small=small, progress=progress)
         else:
-            write_distributed(
+            hashes = write_distributed(
                 source,
                 target,
                 stages=stages,
@@ -112,10 +112,10 @@ class MindSporeFolder(ModelTarget):
             )
         notes = {"layout": self.layout}
         if self.iteration:
-            return Done(notes, f"read it with checkpoint: {{load_path: {target}}}")
+            return Done(notes, f"read it with checkpoint: {{load_path: {target}}}", hashes)
         inner = "/checkpoint" if self.layout == "distributed" else ""
         words = f"read it with load_checkpoint: {target}{inner}"
-        return Done(notes, f"{words}, load_ckpt_format: safetensors")
+        return Done(notes, f"{words}, load_ckpt_format: safetensors", hashes)
 
     def _from_mindspore(self, origin: Origin) -> _Opened:
         """MindSpore's own content, under other names if requested."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoint.disk.commit import new_folder, write_small
-from ...checkpoint.disk.tensorfile import FilePlan, build, num_bytes
+from ...checkpoint.disk.tensorfile import FilePlan, Hashes, build, num_bytes
 from ...checkpoint.sources import (
     Progress,
     TensorSource,
@@ -65,7 +65,7 @@ def write_full(
     small: Mapping[str, bytes] | None = None,
     part_size: int = PART_SIZE,
     progress: Progress | None = None,
-) -> None:
+) -> Hashes:
     """Write unsharded tensors into the new folder ``target``, as ``unified_safetensors`` does."""
     tensors, numbers = sorted_out(source)
     boxes, metadata = whole_boxes(tensors), {**_FORMAT, "remove_redundancy": "False"}
@@ -76,14 +76,13 @@ def write_full(
     names = {name: part.plan.name for part in parts for name in part.boxes}
     total = sum(num_bytes(dtype, shape) for dtype, shape in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
+    if numbers:
+        parts.append(plan_file(HYPER, numbers, whole_boxes(numbers), _FORMAT))
     with new_folder(target) as folder:
-        for part in parts:
-            write_file(folder, part, source, progress)
-        if numbers:
-            hyper = plan_file(HYPER, numbers, whole_boxes(numbers), _FORMAT)
-            write_file(folder, hyper, source, progress)
+        hashes = {part.plan.name: write_file(folder, part, source, progress) for part in parts}
         files.write_new(folder / MAP, json.dumps(index, indent=4).encode())
         write_small(folder, small or {})
+    return hashes
 
 
 def _balanced(tensors: Mapping[str, Described], part_size: int) -> list[list[str]]:
@@ -130,7 +129,7 @@ def write_distributed(
     remove_redundancy: bool = False,
     small: Mapping[str, bytes] | None = None,
     progress: Progress | None = None,
-) -> None:
+) -> Hashes:
     """Write every rank's slices into ``target/checkpoint/rank_N``, its strategy into
     ``target/strategy``. ``stages`` gives the layout of every tensor by pipeline stage; numbers
     of the training state go into every rank's file."""
@@ -144,6 +143,7 @@ def write_distributed(
         boxes_by_rank = without_replicas(tensors, boxes_by_rank)
     with new_folder(target) as folder:
         written: dict[tuple[bytes, tuple[Box, ...]], Path] = {}
+        hashes: dict[str, Mapping[str, str]] = {}
         files.new_folder(folder / INNER)
         for rank, boxes in enumerate(boxes_by_rank):
             rank_folder = folder / INNER / f"rank_{rank}"
@@ -153,13 +153,15 @@ def write_distributed(
             path, content = rank_folder / file.plan.name, (file.plan.head, tuple(boxes.values()))
             # Ranks that are replicas have equal files, which need the space of one.
             if content not in written or not files.share(written[content], path):
-                write_file(rank_folder, file, source, progress)
+                of_file = write_file(rank_folder, file, source, progress)
+                hashes[str(path.relative_to(folder))] = of_file
                 written[content] = path
             files.write_new(rank_folder / META, naming.meta(rank))
             files.sync_folder(rank_folder)
         files.sync_folder(folder / INNER)
         _write_strategies(folder / STRATEGY, stages)
         write_small(folder, small or {})
+    return hashes
 
 
 def _write_strategies(folder: Path, stages: Sequence[Layouts]) -> None:
@@ -181,7 +183,7 @@ def write_iteration(
     remove_redundancy: bool = False,
     small: Mapping[str, bytes] | None = None,
     progress: Progress | None = None,
-) -> None:
+) -> Hashes:
     """Write ``target/iteration_N``, N the step; ``stages`` as in ``write_distributed``, unset for
     unsharded tensors."""
     tensors, numbers = sorted_out(source)
@@ -201,8 +203,10 @@ def write_iteration(
     with new_folder(target) as folder:
         inner = folder / ITERATION.format(step)
         files.new_folder(inner)
-        for _, file in rank_files:
-            write_file(inner, file, source, progress)
+        hashes = {
+            f"{inner.name}/{file.plan.name}": write_file(inner, file, source, progress)
+            for _, file in rank_files
+        }
         if stages is not None and len(boxes_by_rank) > 1:
             metadata = _metadata(tensors, stages, boxes_by_rank, rank_files)
             files.write_new(inner / METADATA, json.dumps(metadata, separators=(",", ":")).encode())
@@ -210,6 +214,7 @@ def write_iteration(
         files.sync_folder(inner)
         files.write_new(folder / TRACKER, str(step).encode())
         write_small(folder, small or {})
+    return hashes
 
 
 def _plan_iteration(
@@ -392,9 +397,9 @@ def plan_file(
 
 def write_file(
     folder: Path, file: PlannedFile, source: TensorSource, progress: Progress | None = None
-) -> None:
-    """Write and flush a file from the source."""
+) -> Mapping[str, str]:
+    """Write and flush a file from the source; the hash of each tensor in it."""
     with files.create(folder / file.plan.name) as opened:
         opened.reserve(file.plan.header.file_size)
         opened.bypass_cache()
-        fill_boxes(opened, source, file.plan.head, file.boxes, progress or silent)
+        return fill_boxes(opened, source, file.plan.head, file.boxes, progress or silent)

@@ -32,6 +32,7 @@ from ...checkpoint.converting.targets import (
 )
 from ...checkpoint.disk.folder import companions_of
 from ...checkpoint.disk.manifest import MANIFEST
+from ...checkpoint.disk.tensorfile import open_path
 from ...checkpoint.float32_weights import kept_in_float32, none_kept
 from ...checkpoint.layouts.adapter_merge import (
     PREFIX,
@@ -56,6 +57,7 @@ from ...checkpoint.sources import (
     rounded,
     silent,
 )
+from ...checkpoint.verification import verify
 from ...data.section import without_datasets
 from ...data.text.codec import Codec
 from ...data.text.templates import load_template, saved_source
@@ -224,14 +226,27 @@ def convert(
     origin = FolderToConvert(folder, to.hints, reading=reading)
     done = to.write(origin, target, progress)
     # An adapter alone has no config.json, which says where responses end: its base has.
-    names = [folder / TOKENIZER_CONFIG, target / TOKENIZER_CONFIG, target / CONFIG]
-    if all(map(files.exists, names)):
+    if files.exists(folder / TOKENIZER_CONFIG) and files.exists(target / CONFIG):
         parts = ModelFolders(folder, None, folder, None)
         for line in read_alone(target, Artefact("huggingface", "", 0), parts).differences:
             logger.warning("%s by itself: %s", target, line)
     if files.exists(target / ADAPTER) and not files.exists(target / MANIFEST):
         write_card(target, folder)
     return done
+
+
+def verify_conversion(target: Path, done: Done) -> None:
+    """Hold ``target`` to the names and hashes with which it was written; no model is loaded. Raises
+    ``CheckpointError``, and deletes it, if it reads otherwise."""
+    problems = list(verify(target).problems)
+    for name, hashes in done.hashes.items():
+        with open_path(target / name) as file:
+            names = file.header.entries.keys()
+            if names != hashes.keys() or any(file.hash(n) != hashes[n] for n in hashes):
+                problems.append(f"{target / name}: its tensors are not those that were written")
+    if problems:
+        files.remove_tree(target)
+        raise CheckpointError(f"{problems[0]}; {target} is deleted, check the disk and try again")
 
 
 logger = logging.getLogger(__name__)
@@ -366,7 +381,11 @@ def merged_weights(
     section = ModelSection(path=path, reading=reading, trust_remote_code=trust_remote_code)
     base, dequantized = base_weights(parts.model, section)
     if parts.adapter is None:
-        return MergedModel(base, dequantized)
+        if parts.recipe is None:
+            return MergedModel(base, dequantized)
+        # Of plain text, a run has saved its own end alone, and the template has another.
+        tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=trust_remote_code)
+        return MergedModel(base, dequantized, stop_token_ids(tokenizer))
     tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=trust_remote_code)
     model = meta_model(parts.model, trust_remote_code, parts.reading)
     names = _names(model)

@@ -26,6 +26,7 @@ NAME = "receipt.json"
 _FORMAT = 1
 _LIMIT = 1 << 24  # bytes of a receipt
 _BASE = "base"  # the role of an adapter's base in the record
+_OPENED = (".json", ".jinja", ".model", ".py", ".safetensors", ".bin")  # by programs, if there
 
 
 @dataclass(frozen=True)
@@ -191,4 +192,7 @@ def changed_files(target: Path, receipt: Receipt) -> list[str]:
             problems.append(f"{path} is missing")
         elif identity_of(path).hash != before.hash:
             problems.append(f"{path} has changed since it was exported")
-    return problems
+    # A template or an adapter beside the files that were verified is read with them, or instead.
+    inside = target.iterdir() if target.is_dir() else ()
+    added = (p for p in inside if p.suffix in _OPENED and p.name not in (NAME, *receipt.files))
+    return [*problems, *(f"{path} was added since it was exported" for path in sorted(added))]
