@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,16 +12,18 @@ import click
 
 from ..errors import RunError, counted
 from ..storage.remote import Address, default_cache, is_address
-from ..terminal_text import visible
+from ..terminal_text import one_line, visible
 from .loading import loading, start_ranks
 
 if TYPE_CHECKING:
     from ..parallel.section import ParallelSection
     from ..parallel.world import World
     from ..run.replay import ReplayReport
+    from ..run.row_gradients import RowGradient
     from ..run.surroundings import Launch
 
 _SHOWN = 6  # figures and tensors that differ
+_ROWS = 10  # rows of a step
 _SECONDS = 60.0  # of failures in a row, before a store is given up
 
 
@@ -39,12 +41,18 @@ _SECONDS = 60.0  # of failures in a row, before a store is given up
     metavar="FOLDER",
     help="Where to work, if not beside RUN: as much room as a checkpoint takes.",
 )
-def replay(place: str, first: int, last: int | None, scratch: Path | None) -> None:
+@click.option(
+    "--rows", "has_rows", is_flag=True, help="Show each row's share of the gradient of step N."
+)
+def replay(
+    place: str, first: int, last: int | None, scratch: Path | None, *, has_rows: bool
+) -> None:
     """Compute steps of RUN, the folder or URL of a run, again, and compare them with its log.
 
     \b
     surefoot replay runs/orders --step 45
     surefoot replay runs/orders --step 41 --to 60
+    surefoot replay runs/orders --step 45 --rows
 
     The steps are computed from the nearest checkpoint before N, or from the beginning, with the
     settings, threads and ranks of the launch that computed them. Every line of metrics.jsonl up to
@@ -59,16 +67,19 @@ def replay(place: str, first: int, last: int | None, scratch: Path | None) -> No
     with ranks_of(run, surrounded(run, last)) as (joined_world, parallel):
         from ..parallel.watchdog import watched
         from ..run.replay import ReplayPlan, compute, scratch_folder
+        from ..run.row_gradients import RowGradients
 
+        gradients = RowGradients(first) if has_rows else None
         plan = joined_world.on_main(lambda: ReplayPlan.of(run, first, last))
         with (
             scratch_folder(run, scratch, joined_world) as folder,
             watched(joined_world, parallel, folder) as world,
         ):
-            report = compute(plan, folder, world)
+            report = compute(plan, folder, world, gradients=gradients)
+            shares = gradients.rows() if gradients and report.reached >= first else []
             world.wait()
     if joined_world.is_main:
-        click.echo(visible("\n".join(lines_of(report))))
+        click.echo(visible("\n".join([*lines_of(report), *_of_rows(first, shares)])))
     if report.signal is not None:
         raise SystemExit(128 + report.signal)
     if not report.is_equal:
@@ -185,6 +196,22 @@ def _of_tensors(report: ReplayReport) -> Iterator[str]:
     name, worst = max(odd.items(), key=lambda item: item[1])
     how = "equal up to rounding" if worst <= ROUNDING else "other values"
     yield f"{tensors}: {how}: {len(odd)} differ, by at most {worst:.2g} of their norm ({name})"
+
+
+def _of_rows(step: int, rows: Sequence[RowGradient]) -> Iterator[str]:
+    if not rows:
+        return
+    total = sum(row.share for row in rows)
+    yield (
+        f"step {step}: {counted(len(rows), 'row')}, each run alone; their losses add up to "
+        f"{sum(row.loss for row in rows):.6g}, and their shares of the gradient to {total:.4g}"
+    )
+    for row in rows[:_ROWS]:
+        mean = f"{row.loss / row.weight:.4g} x {row.weight:g}" if row.weight else "none"
+        yield f"  {row.share:.1%} of the gradient: {row.place}: loss {mean}, norm {row.norm:.4g}"
+        yield f"    {one_line(row.text)}"
+    if len(rows) > _ROWS:
+        yield f"  and {len(rows) - _ROWS} more"
 
 
 def _nothing(report: ReplayReport) -> str:

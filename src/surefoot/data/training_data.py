@@ -100,6 +100,22 @@ class TrainingData(Generic[Examples_co]):
 AnyData = TrainingData[EncodedDataset | ExampleStream]
 
 
+def row_places(
+    section: DataSection, source: EncodedDataset | ExampleStream, items: Sequence[int]
+) -> list[str]:
+    """Of each item of ``source``, which is made of the datasets of ``section``, the file and line
+    of its row; the number of the row, where rows of several datasets were mixed."""
+    names, rows = [str(name) for name in section.datasets], [source.row_of(i) for i in items]
+    if isinstance(source, ExampleStream) and len(names) > 1:
+        return [source.origin(item) for item in items]
+    catalog, places = Catalog(section), dict[tuple[int, int], str]()
+    for number in {number for number, _ in rows}:
+        wanted = {row for of, row in rows if of == number}
+        found = catalog.entry(names[number]).source.places(wanted)
+        places |= {(number, row): place for row, place in found.items()}
+    return [places.get(row, source.origin(item)) for row, item in zip(rows, items, strict=True)]
+
+
 def prepare(encoding: Encoding) -> TrainingData[EncodedDataset]:
     """Encode the datasets of a recipe, or load them from the cache. Raises ``DataError``: something
     is missing or broken, or has no trained tokens."""

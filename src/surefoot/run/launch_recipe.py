@@ -10,6 +10,7 @@ from typing import Any
 
 from .. import schema
 from ..checkpoint.section import CheckpointSection
+from ..data.section import DataSection
 from ..errors import RunError
 from ..parallel.section import ParallelSection
 from ..recipe.comparison import changes, compare_with_checkpoint
@@ -49,6 +50,11 @@ class LaunchRecipe:
     def parallel(self) -> ParallelSection:
         """The mesh of its ranks."""
         return self.recipe.parallel
+
+    @property
+    def datasets(self) -> DataSection:
+        """Where its rows are."""
+        return self.recipe.data
 
     @property
     def follows_evaluations(self) -> bool:

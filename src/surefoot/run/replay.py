@@ -55,6 +55,7 @@ from .assembly import build
 from .foreign_resume import writer_of
 from .launch_recipe import LaunchRecipe
 from .parts import Start
+from .row_gradients import RowGradients
 from .surroundings import Difference, Launch, differences, launch_of, launches_in
 from .training_run import explain_out_of_memory, located
 
@@ -284,11 +285,15 @@ class Repeat(TrainerCallback):
 
 
 def compute(
-    plan: ReplayPlan, scratch: Path, world: World, companions: Mapping[str, bytes] | None = None
+    plan: ReplayPlan,
+    scratch: Path,
+    world: World,
+    companions: Mapping[str, bytes] | None = None,
+    gradients: RowGradients | None = None,
 ) -> ReplayReport:
     """Compute the steps of ``plan`` again in ``scratch``, and compare them. With ``companions``,
     the last state is saved as the run would have: after its evaluations, and with these files
-    beside the weights. A collective call."""
+    beside the weights. ``gradients`` measures the rows of one step. A collective call."""
     plan = world.on_main(lambda: plan.held(scratch))
     start, records, trainer = plan.start, list[Record](), None
     saved = set() if plan.saved is None else {step_of(plan.saved)}
@@ -305,10 +310,12 @@ def compute(
         repeat = Repeat(plan.logged, arm.last, saves, evaluates, records)
         trainer = build(
             located(recipe.recipe, world),
-            callbacks=(repeat,),
+            callbacks=(repeat,) if gradients is None else (repeat, gradients),
             resume=start and Start.of(start, world, is_verified=True),
             world=world,
         )
+        if gradients is not None:
+            gradients.watch(trainer, recipe.datasets)
         _fit(trainer, plan, companions or {}, evaluates=evaluates)
         start = trainer.saver.path_of(trainer.state.global_step)
         if trainer.signal is not None:
@@ -322,7 +329,11 @@ def _fit(
 ) -> None:
     """Let ``trainer`` take the steps."""
     # Those that every run has write into its folder, and act at steps of their own.
-    kept: tuple[type, ...] = (Repeat, *(type(each) for each in trainer.section.callbacks))
+    kept: tuple[type, ...] = (
+        Repeat,
+        RowGradients,
+        *(type(each) for each in trainer.section.callbacks),
+    )
     for member in trainer.callbacks.members:
         if not isinstance(member, kept):
             trainer.callbacks.pop(member)
