@@ -124,6 +124,15 @@ def test_a_killed_and_resumed_run_has_the_files_of_one_that_was_not(stage, tmp_p
     assert files_of(project.run) == files_of(whole)
 
 
+@PROOF
+def test_a_fork_has_the_files_of_its_run(tmp_path):
+    whole = trained(tmp_path).run
+    code, said = called("fork", whole, tmp_path / "fork", "--step", 6)
+    assert code == 0, said
+    surefoot.train(tmp_path / "fork")
+    assert files_of(tmp_path / "fork") == files_of(whole)
+
+
 def test_what_a_power_failure_took_is_unknown(tmp_path):
     project = made(tmp_path)
     project.sections["train"]["max_steps"] = 4

@@ -37,6 +37,7 @@ STEPS, ROWS = "steps.bin", "rows.f32"
 STEP = np.dtype([("loss", "<f8"), ("grad_norm", "<f8"), ("weight", "<f4"), ("first_row", "<u4")])
 ROW = np.dtype("<f4")
 _MAX_BYTES = 1 << 35
+_MOST_ROWS = (1 << 32) - 1  # that ``first_row`` can count
 Rows = dict[int, list[tuple[Any, Any]]]  # by the first row of a window: places in it, and values
 
 
@@ -66,11 +67,12 @@ class StepFiles:
         """Add the next step, whose window begins with ``first_row``; ``groups`` are the places in
         it of the examples of each of this rank's micro-batches, if they are rows of the data."""
         sums = metrics.loss, metrics.grad_norm, metrics.weight
-        self._steps.append((*sums, min(first_row, np.iinfo(np.uint32).max)))
+        self._steps.append((*sums, min(first_row, _MOST_ROWS)))
         # Behind the examples of a micro-batch may be one that stands for a picture, or for none.
         for places, values in zip(groups, metrics.rows, strict=False):
-            here = np.nan_to_num(values.numpy()[: len(places)], nan=np.inf)
-            self._rows.setdefault(first_row, []).append((places, here))
+            here = values.numpy()[: len(places)]
+            values_or_inf = np.where(np.isnan(here), ROW.type(np.inf), here)
+            self._rows.setdefault(first_row, []).append((places, values_or_inf))
 
     def add_rows(self, first_row: int, values: Sequence[float]) -> None:
         """Add the rows of the window that begins with ``first_row``, of which every rank knows."""
