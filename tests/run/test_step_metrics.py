@@ -1,11 +1,15 @@
 """What a run records of each step and each row: it is what was trained, a resume repeats it, and
 commands name rows by it."""
 
+import errno
 import json
+import re
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
 
 import surefoot
@@ -13,6 +17,7 @@ from project import Project, assert_same, final_weights, in_child, losses, start
 from stage_data import DATASETS, SETTINGS, written
 from surefoot.batch import Loss
 from surefoot.cli.main import main
+from surefoot.parallel.world import ALONE
 from surefoot.stages import STAGES
 from surefoot.training.callbacks.step_files import ROWS, STEPS, StepFiles, read_step_file
 
@@ -84,15 +89,15 @@ def test_each_stage_records_its_steps_and_rows(stage, tmp_path):
 @pytest.mark.parametrize("packing", [True, False])
 def test_the_rows_of_a_step_make_its_loss(packing, tmp_path):
     run = trained(tmp_path, data={"packing": packing}).run
-    code, said = called("rows", run, "--step", 3, "--json")
+    code, said = called("rows", run, "--step", 3)
     assert code == 0, said
-    found = json.loads(said[said.index("{") :])
-    values = [row["values"][0] for row in found["rows"]]
+    shown = re.findall(r"line (\d+): loss ([\d.]+) .*\n.*\[\[It is", said)
+    values = [float(value) for _, value in shown]
     assert values == sorted(values, reverse=True)
-    assert len({row["place"] for row in found["rows"]}) == 4
-    # each response has five tokens
-    assert np.mean(values) == pytest.approx(losses(run)[3], rel=1e-6)
-    assert all("[[It is" in row["text"] for row in found["rows"])
+    assert len({line for line, _ in shown}) == 4
+    rows = read_rows(run)[8:12]  # each response has five tokens
+    assert np.sort(rows)[::-1] == pytest.approx(values, rel=1e-3)
+    assert np.mean(rows) == pytest.approx(losses(run)[3], rel=1e-6)
 
 
 def test_recording_rows_changes_no_bit(tmp_path, monkeypatch):
@@ -122,6 +127,26 @@ def test_a_killed_and_resumed_run_has_the_files_of_one_that_was_not(stage, tmp_p
         file.write(b"rest")  # of a write that was under way
     surefoot.train(project.recipe)
     assert files_of(project.run) == files_of(whole)
+
+
+def test_a_row_whose_loss_is_nan_is_infinite_and_one_that_stands_for_none_is_no_row(tmp_path):
+    files = StepFiles(tmp_path, ALONE)
+    values = torch.tensor([1.0, torch.nan]), torch.tensor([3.0, torch.nan]), torch.tensor([9.0])
+    groups = np.array([0, 2]), np.array([1]), np.array([], int)
+    files.add(2, groups, SimpleNamespace(loss=4.0, grad_norm=1.0, weight=2.0, rows=values))
+    files.flush()
+    assert read_rows(tmp_path).tolist()[2:] == [1.0, 3.0, np.inf]
+    assert read_steps(tmp_path).tolist() == [(4.0, 1.0, 2.0, 2)]
+
+
+def test_a_disk_that_cannot_hold_the_files_stops_nothing(tmp_path, caplog, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("surefoot.training.callbacks.step_files._write", full)
+    run = trained(tmp_path).run
+    assert len(losses(run)) == 8
+    assert caplog.text.count(f"{STEPS} and {ROWS}: not written") == 1
 
 
 @PROOF

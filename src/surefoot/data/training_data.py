@@ -111,8 +111,8 @@ def row_places(
     catalog, places = Catalog(section), dict[tuple[int, int], str]()
     for number in {number for number, _ in rows}:
         wanted = {row for of, row in rows if of == number}
-        found = catalog.entry(names[number]).source.places(wanted)
-        places |= {(number, row): place for row, place in found.items()}
+        of_dataset = catalog.entry(names[number]).source.places(wanted)
+        places |= {(number, row): place for row, place in of_dataset.items()}
     return [places.get(row, source.origin(item)) for row, item in zip(rows, items, strict=True)]
 
 

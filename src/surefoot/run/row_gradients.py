@@ -43,7 +43,7 @@ class RowGradient:
 
     @property
     def rank(self) -> float:
-        """The first is the one to look at: whose gradient is not a number, or is most of it."""
+        """The first is the one to look at: whose gradient is NaN or infinite, or is most of it."""
         return abs(self.share) if math.isfinite(self.norm) else math.inf
 
 

@@ -392,7 +392,7 @@ class Trainer:
         return False
 
     def _begin_step_files(self) -> None:
-        """Go on with the metrics of steps and rows where the run is."""
+        """Record steps and rows from where the run is."""
         loader = self.windows.loader
         num_rows = self.windows.num_rows_before((loader.epoch, loader.window))
         self.step_files.begin(self.state.global_step, num_rows)

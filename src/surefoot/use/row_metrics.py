@@ -35,7 +35,7 @@ class RowMetric:
 
     item: int  # its number in the training data
     place: str  # file and line
-    values: Sequence[float]  # in each epoch; NaN: not trained, inf: the loss was not a number
+    values: Sequence[float]  # in each epoch; NaN: not trained, inf: the loss was NaN or infinite
     steps: Sequence[int]  # that trained it, as far as they are known
     text: str  # as the model reads it; what is trained stands in [[ ]]
 
@@ -102,14 +102,11 @@ class RunRows:
         for epoch, (items, values) in enumerate(self._by_epoch):
             is_known = ~np.isnan(values)
             known = values[is_known]
-            parts = np.array_split(known, max(1, len(known) // self._num_neighbors))
+            size = max(NEIGHBORS, self.parts.train.global_batch_size)
+            parts = np.array_split(known, max(1, len(known) // size))
             above = [_above_median(part, sign) for part in parts]
             excess[epoch, items[is_known]] = np.concatenate(above)
         return excess
-
-    @property
-    def _num_neighbors(self) -> int:
-        return max(NEIGHBORS, self.parts.train.global_batch_size)
 
     @cached_property
     def table(self) -> Values:
@@ -167,8 +164,9 @@ class RunRows:
         items = self._order.indices(epoch, start, start + len(values))
         sign = 1.0 if self.parts.stage.row_metric[1] else -1.0
         order = np.argsort(np.nan_to_num(sign * values, nan=np.inf), kind="stable")
-        found = zip(self.described([int(items[i]) for i in order]), order, strict=True)
-        return [replace(row, values=[float(values[i])]) for row, i in found]
+        rows = self.described([int(items[i]) for i in order])
+        pairs = zip(rows, order, strict=True)
+        return [replace(row, values=[float(values[i])]) for row, i in pairs]
 
     def described(self, items: Sequence[int]) -> list[RowMetric]:
         """These items, with all that is known of them."""
@@ -199,7 +197,7 @@ class RunRows:
 
 
 def _above_median(values: Values, sign: float) -> Values:
-    """By how much each value is worse than the median; infinite where the loss was not a number."""
+    """By how much each value is worse than the median; infinite where the loss was NaN."""
     finite = values[np.isfinite(values)]
     middle = float(np.median(finite)) if len(finite) else 0.0
     return np.where(np.isfinite(values), sign * (values - middle), np.inf)

@@ -105,7 +105,7 @@ class Files:
     def places(self, numbers: Collection[int]) -> dict[int, str]:
         """The file of each of these rows, and its line there; of a file without lines, its place
         among the rows of the file, of which the first is 1."""
-        found, index = dict[int, str](), 0
+        places, index = dict[int, str](), 0
         for path in self.paths:
             kind = path.suffix.lower()
             is_by_line = kind == ".jsonl" or (kind == ".txt" and self.text_unit == "line")
@@ -115,9 +115,9 @@ class Files:
             )
             for number, _ in lines:
                 if index in numbers:
-                    found[index] = f"{path}: {'line' if is_by_line else 'row'} {number}"
+                    places[index] = f"{path}: {'line' if is_by_line else 'row'} {number}"
                 index += 1
-        return found
+        return places
 
     @property
     def as_entry(self) -> str:

@@ -8,8 +8,8 @@ rows.f32    a float32 for each row of each epoch, in the order of training: of r
             that begins with row n, in bytes 4 (n + i)
 
 Which item of the data a row is follows from seed, epoch and place (``data.order``), so it is not
-written. NaN is what is not known, as of a window that was left out; inf is of a row whose loss is
-not a number. No torch, so that a reader starts at once.
+written. NaN is what is not known, as of a skipped window; inf is of a row whose loss is NaN or
+infinite. No torch, so that a reader starts at once.
 """
 
 from __future__ import annotations
@@ -55,13 +55,15 @@ class StepFiles:
 
     def begin(self, step: int, num_rows: int) -> None:
         """The run is after ``step`` and after the window that ends with row ``num_rows``: what is
-        behind them is cut off."""
+        behind them is truncated."""
         self._first_step = step + 1
         self._steps, self._rows = [], {}
-        if self.folder is not None and self.world.is_main:
-            for name, size in ((STEPS, step * STEP.itemsize), (ROWS, num_rows * ROW.itemsize)):
-                if (files.size_of(self.folder / name) or 0) > size:
-                    os.truncate(self.folder / name, size)
+        sizes = {STEPS: step * STEP.itemsize, ROWS: num_rows * ROW.itemsize}
+        for name, size in sizes.items() if self.folder and self.world.is_main else ():
+            path = Path(self.folder or "", name)
+            with suppress(OSError):  # of a file that cannot be written either, which is said
+                if (files.size_of(path) or 0) > size:
+                    os.truncate(path, size)
 
     def add(self, first_row: int, groups: Sequence[Any], metrics: StepMetrics) -> None:
         """Add the next step, whose window begins with ``first_row``; ``groups`` are the places in
