@@ -35,6 +35,9 @@ def rows(place: str, step: int | None, count: int) -> None:
     of a row stands in [[ ]].
     """
     run = local_run(place, 1, 1)
+    with loading():
+        from ..training.callbacks.step_files import recorded
+    recorded(run)  # or it is said before its recipe is read, whose data may be gone
     recipe = resolved_recipe(run, ())
     with loading():
         from ..run.parts import RunParts

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -112,7 +113,8 @@ def row_places(
     for number in {number for number, _ in rows}:
         wanted = {row for of, row in rows if of == number}
         of_dataset = catalog.entry(names[number]).source.places(wanted)
-        places |= {(number, row): place for row, place in of_dataset.items()}
+        here = f"{Path.cwd()}/"  # a recipe has whole paths
+        places |= {(number, row): at.removeprefix(here) for row, at in of_dataset.items()}
     return [places.get(row, source.origin(item)) for row, item in zip(rows, items, strict=True)]
 
 

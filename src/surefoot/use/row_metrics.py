@@ -23,7 +23,7 @@ from ..data.training_data import AnyData, open_stream, prepare, row_places
 from ..errors import RunError
 from ..run.parts import RunParts
 from ..run.rows_record import RowsRecord
-from ..training.callbacks.step_files import ROWS, STEPS, read_step_file
+from ..training.callbacks.step_files import recorded
 
 NEIGHBORS = 64  # rows that were trained about when a row was, with which it is compared
 Values = NDArray[np.float64]
@@ -54,18 +54,7 @@ class RunRows:
     def of(cls, run: Path, parts: RunParts) -> RunRows:
         """Those of ``run``, which is made of ``parts``. Raises ``RunError``: nothing was written of
         its rows, or they are other rows now."""
-        steps, rows = read_step_file(run, STEPS), read_step_file(run, ROWS)
-        if not len(steps):
-            raise RunError(
-                f"{run}: has no metrics of its steps and rows; an earlier version of Surefoot "
-                "trained it, or no step is logged or saved yet. `surefoot replay` computes a step "
-                "again, with --rows also the gradients of its rows"
-            )
-        if not len(rows):
-            raise RunError(
-                f"{run}: has no {ROWS}: the loss of this run has no numbers of rows; a loss that "
-                "is given from Python gives them as surefoot.batch.Loss(..., rows=...)"
-            )
+        steps, rows = recorded(run)
         is_streamed = parts.data.streaming
         data = open_stream(parts.encoding, _raise_gone) if is_streamed else prepare(parts.encoding)
         names = [str(name) for name in parts.data.datasets]

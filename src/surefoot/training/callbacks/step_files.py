@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import explain
+from ...errors import RunError, explain
 from ...storage import files
 
 if TYPE_CHECKING:
@@ -128,3 +128,20 @@ def read_step_file(folder: Path, name: str) -> NDArray[Any]:
         content = files.read_inside(folder, name, _MAX_BYTES)
         return np.frombuffer(content[: len(content) // dtype.itemsize * dtype.itemsize], dtype)
     return np.empty(0, dtype)
+
+
+def recorded(run: Path) -> tuple[NDArray[Any], NDArray[np.float32]]:
+    """The records of both files of ``run``. Raises ``RunError`` if it has none."""
+    steps, rows = (read_step_file(run, name) for name in (STEPS, ROWS))
+    if not len(steps):
+        raise RunError(
+            f"{run}: has no metrics of its steps and rows; an earlier version of Surefoot trained "
+            "it, or no step is logged or saved yet. `surefoot replay` computes a step again, with "
+            "--rows also the gradients of its rows"
+        )
+    if not len(rows):
+        raise RunError(
+            f"{run}: has no {ROWS}: the loss of this run has no numbers of rows; a loss that is "
+            "given from Python gives them as surefoot.batch.Loss(..., rows=...)"
+        )
+    return steps, rows
