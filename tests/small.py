@@ -32,6 +32,7 @@ from surefoot.training.callback import (
     TrainerControl,
     TrainerState,
 )
+from surefoot.training.callbacks.step_files import StepFiles
 from surefoot.training.control import IntervalCallback, LogAccumulator, Trigger
 from surefoot.training.evaluation import Evaluation, EvaluationSet
 from surefoot.training.out_of_memory import MemoryGuard
@@ -160,6 +161,7 @@ def trainer(
         state=state,
         control=control,
         interval=LogAccumulator(state, 1000),
+        step_files=StepFiles(None, ALONE),
     )
 
 

@@ -30,6 +30,7 @@ class TrainedPositions:
     columns: torch.Tensor  # [N] of the batch
     kept: torch.Tensor  # [K] the columns that the head is asked for
     among_kept: torch.Tensor | None  # [N] each position's column among these; None: one row, N = K
+    lengths: torch.Tensor  # [E] how many of them each document has, of a rectangle each row
 
 
 class Pictures(Protocol):
@@ -160,22 +161,28 @@ def trained_positions(batch: Batch) -> TrainedPositions:
     labels = batch.labels[:, 1:].cpu().numpy()
     rows, columns = np.nonzero(labels != IGNORE_INDEX)
     trained_labels = labels[rows, columns]
+    if batch.cu_seqlens is None:
+        lengths = np.bincount(rows, minlength=len(labels))
+    else:  # the first label of a document is never trained, so none is counted twice
+        lengths = np.diff(np.searchsorted(columns, batch.cu_seqlens.numpy() - 1))
     if batch.branches is not None:
         columns = _before(batch)[columns]
-    return _as_positions(batch, trained_labels, rows, columns)
+    return _as_positions(batch, trained_labels, rows, columns, lengths)
 
 
 def _as_positions(
-    batch: Batch, labels: np.ndarray, rows: np.ndarray, columns: np.ndarray
+    batch: Batch, labels: np.ndarray, rows: np.ndarray, columns: np.ndarray, lengths: np.ndarray
 ) -> TrainedPositions:
     """These positions as tensors, and the columns that the head computes."""
     import numpy as np
 
     here = batch.labels.new_tensor
-    if len(batch.labels) == 1:
-        return TrainedPositions(here(labels), here(rows), here(columns), here(columns), None)
-    of_head, among = np.unique(columns, return_inverse=True)
-    return TrainedPositions(here(labels), here(rows), here(columns), here(of_head), here(among))
+    of_head, among = columns, None
+    if len(batch.labels) > 1:
+        of_head, inverse = np.unique(columns, return_inverse=True)
+        among = here(inverse)
+    places = here(labels), here(rows), here(columns), here(of_head)
+    return TrainedPositions(*places, among, here(lengths))
 
 
 def _before(batch: Batch) -> np.ndarray:
@@ -212,7 +219,7 @@ def ends(batch: Batch) -> TrainedPositions:
         if batch.attention_mask is not None:
             mask = batch.attention_mask.cpu().numpy()
             columns = length - 1 - mask[:, ::-1].argmax(1)
-    return _as_positions(batch, np.zeros_like(columns), rows, columns)
+    return _as_positions(batch, np.zeros_like(columns), rows, columns, np.ones_like(columns))
 
 
 def _last_columns(cu_seqlens: torch.Tensor, branches: torch.Tensor | None) -> np.ndarray:
@@ -288,6 +295,8 @@ class Outputs:
     values: torch.Tensor | None = None  # [N] float32, from a value head
     predictions: torch.Tensor | None = None  # [N] int64
     divergences: torch.Tensor | None = None  # [N] float32, nats, from another model's distribution
+    # [N] ``logps`` without a gradient, where only their sum is an output
+    plain_logps: torch.Tensor | None = None
     # scalar, the loss that balances the experts of a mixture times its coefficient, if the model
     # computes it
     router_loss: torch.Tensor | None = None
@@ -303,11 +312,14 @@ class Loss:
     total: torch.Tensor  # scalar, summed over the batch
     weight: torch.Tensor  # scalar: trained tokens, pairs, ... of the batch
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)  # sums over the same weight
+    # [E] float32, what is recorded of each example (``Stage.row_metric``); None: nothing
+    rows: torch.Tensor | None = None
 
     def detach(self) -> Loss:
         """The same values without their graph."""
         metrics = {name: value.detach() for name, value in self.metrics.items()}
-        return Loss(self.total.detach(), self.weight.detach(), metrics)
+        rows = None if self.rows is None else self.rows.detach()
+        return Loss(self.total.detach(), self.weight.detach(), metrics, rows)
 
 
 def with_router_loss(loss: Loss, outputs: Outputs) -> Loss:
@@ -317,7 +329,7 @@ def with_router_loss(loss: Loss, outputs: Outputs) -> Loss:
         return loss
     router_loss = outputs.router_loss * loss.weight
     metrics = {**loss.metrics, "router_loss": router_loss}
-    return Loss(loss.total + router_loss, loss.weight, metrics)
+    return Loss(loss.total + router_loss, loss.weight, metrics, loss.rows)
 
 
 LossFunction = Callable[[Outputs, Batch], Loss]  # pure: what the model said, what it should have

@@ -24,6 +24,7 @@ from surefoot.storage import child
 
 FEW = ["train.max_steps=4", "train.eval_steps=2", "checkpoint.save_steps=2", "data.max_samples=24"]
 OWN = ROOT / "docs/how-to/own-model-and-data.md"
+STEP_45 = ROOT / "docs/step-45.md"
 SHORTER = {"train": FEW, "preview": ["data.max_samples=24"], "eval": ["--limit", "2"]}
 SHORTER["bench"] = ["--steps", "2"]
 ONCE = {"make", "pip", "source"}  # how a reader got here, and CI as well
@@ -94,6 +95,15 @@ def with_real_steps(text):
 @pytest.mark.parametrize("page", some([README, DEMO, TUTORIAL], [README]), ids=name)
 def test_a_page_works_from_top_to_bottom(page, desk, capsys):
     follow(page)
+
+
+@pytest.mark.proof
+def test_the_page_of_a_spike_finds_the_planted_row(desk, monkeypatch):
+    monkeypatch.setitem(globals(), "SHORTER", {})
+    follow(STEP_45)
+    said = CliRunner().invoke(main, ["rows", "runs/planted", "--step", "45", "-n", "1"]).output
+    assert "my/orders_planted.jsonl: line 465: loss 1" in said
+    assert "[[xq zv kk 77" in said
 
 
 def test_the_page_of_ones_own_model_trains_from_new_weights(desk):

@@ -49,7 +49,7 @@ def head_inputs(device, dtype):
 def value(kind, head, hidden, labels, slopes):
     """One number, of which all that ``kind`` computes is a part; and its log-probabilities."""
     if kind == "total":
-        smoothed, plain = totals(head, hidden, labels, 0.1)
+        smoothed, plain, _ = totals(head, hidden, labels, 0.1)
         return smoothed, plain
     if kind == "logps":
         found = logps(head, hidden, labels)

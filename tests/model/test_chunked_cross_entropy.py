@@ -53,7 +53,7 @@ def test_the_sum_and_its_gradients_are_those_of_the_logits(bias, softcap):
 def test_the_sum_of_smoothed_labels_and_its_gradients_are_the_trainers(bias, softcap):
     tensors, labels = inputs(bias=bias)
     head = Head(tensors[1], *(tensors[2:] or [None]), softcap)
-    found, plain = totals(head, tensors[0], labels, 0.3)
+    found, plain, _ = totals(head, tensors[0], labels, 0.3)
     logits = F.linear(*tensors)
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     expected = -LabelSmoother(epsilon=0.3)({"logits": logits}, labels, num_items_in_batch=1)

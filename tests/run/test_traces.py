@@ -84,7 +84,7 @@ def test_the_operation_of_other_code_is_named(run, trace, monkeypatch):
         (["--step", 6, "--trace", "{run}/no/file"], "is in no folder that there is"),
         ([], "name the steps: --step N with or without --to M, or --every K"),
         (["--step", 6, "--every", 2], "name the steps"),
-        (["--every", 2, "--to", 6], "are of --step, not of --every"),
+        (["--every", 2, "--to", 6], "are of --step alone"),
         (["--step", 6, "--report", "{run}/r.json"], "--report is of --every"),
         (["--every", 9], "has not come to step 9 yet"),
     ],

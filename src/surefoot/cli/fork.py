@@ -10,7 +10,8 @@ import click
 from ..storage.remote import is_address
 from ..terminal_text import in_bytes, visible
 from .loading import loading
-from .replay import lines_of, local_run, ranks_of, surrounded
+from .replay import local_run, ranks_of, surrounded
+from .replay_text import lines_of
 
 
 @click.command()

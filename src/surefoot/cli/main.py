@@ -55,6 +55,7 @@ COMMANDS = {
     "reward": "Try the rewards of a recipe on sampled responses.",
     "rollouts": "Show the sampled responses that a run has kept, with their rewards.",
     "replay": "Compute steps of a run again, and compare them to the bit.",
+    "rows": "Show the worst rows of a run, and those of a step.",
     "fork": "Continue a run from any of its steps, in a new folder.",
     "chat": "Talk to a model, a checkpoint or an adapter.",
     "predict": "Generate responses to prompts, on one process or many.",

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +18,14 @@ from ..storage.files import write_new
 from ..storage.remote import Address, default_cache, is_address
 from ..terminal_text import visible
 from .loading import loading, start_ranks
+from .replay_text import lines_of, of_operations, of_rows
 
 if TYPE_CHECKING:
     from ..parallel.section import ParallelSection
     from ..parallel.world import World
-    from ..run.replay import ReplayReport
+    from ..run.replay import ReplayReport, Watcher
     from ..run.surroundings import Launch
-    from ..run.trace import TraceReport
-    from ..training.callback import TrainerCallback
 
-_SHOWN = 6  # figures and tensors that differ
 _SECONDS = 60.0  # of failures in a row, before a store is given up
 
 
@@ -61,21 +60,24 @@ _SECONDS = 60.0  # of failures in a row, before a store is given up
     metavar="FOLDER",
     help="Where to work, if not beside RUN: as much room as a checkpoint takes.",
 )
+@click.option(
+    "--rows", "has_rows", is_flag=True, help="Show each row's share of the gradient of step N."
+)
 def replay(
     place: str,
     first: int | None,
     last: int | None,
-    trace: Path | None,
-    compare: Path | None,
     every: int | None,
     report: Path | None,
     scratch: Path | None,
+    **looks: Any,
 ) -> None:
     """Compute steps of RUN, the folder or URL of a run, again, and compare them with its log.
 
     \b
     surefoot replay runs/orders --step 45
     surefoot replay runs/orders --step 41 --to 60
+    surefoot replay runs/orders --step 45 --rows
     surefoot replay runs/orders --every 100 --report replayed.json
 
     The steps are computed from the nearest checkpoint before N, or from the beginning, with the
@@ -84,15 +86,15 @@ def replay(
     still train. Exit code 0: all is equal to the bit; 1: something differs, or nothing could be
     compared; 2: the steps cannot be computed again.
     """
-    for file, option in ((trace, "--trace"), (report, "--report")):
+    for file, option in ((looks["trace"], "--trace"), (report, "--report")):
         if file is not None and (file.exists() or not file.absolute().parent.is_dir()):
             why = "is there already" if file.exists() else "is in no folder that there is"
             raise click.UsageError(f"{option} {file} {why}; name a new file")
     if (first is None) == (every is None):
         raise click.UsageError("name the steps: --step N with or without --to M, or --every K")
     if every is not None:
-        if last is not None or trace is not None or compare is not None:
-            raise click.UsageError("--to, --trace and --compare are of --step, not of --every")
+        if last is not None or any(looks.values()):
+            raise click.UsageError("--to, --rows, --trace and --compare are of --step alone")
         raise click.exceptions.Exit(_at_intervals(place, every, report, scratch))
     if report is not None:
         raise click.UsageError("--report is of --every, not of --step")
@@ -100,54 +102,79 @@ def replay(
     last = first if last is None else last
     if last < first:
         raise click.UsageError(f"--to {last} is before --step {first}")
+    if looks["has_rows"] and (looks["trace"] or looks["compare"]):
+        raise click.UsageError("--rows computes more than the step has; trace it without")
     run = local_run(place, first, last)
     with ranks_of(run, surrounded(run, last)) as (world, parallel):
-        from ..run.surroundings import differences
-        from ..run.trace import SavedTrace, Trace
-
-        before = None if compare is None else SavedTrace.read(compare, first, last)
-        with closing(Trace(first)) as watch:
-            watching = (watch,) if trace or compare else ()
-            found = _replayed(run, first, last, scratch, world, parallel, watching)
-    is_equal = found.is_equal
-    if world.is_main:
-        click.echo(visible("\n".join(lines_of(found))))
-        if trace is not None and found.signal is None:
-            watch.save(trace, found.surroundings)
-            operations = counted(len(watch.operations), "operation")
-            click.echo(visible(f"{trace}: {operations}; compare them with --compare {trace}"))
-        if before is not None and found.signal is None:
-            compared = before.compared(watch.operations)
-            is_equal &= compared.is_equal
-            click.echo(visible("\n".join(_of_operations(compared))))
-            if changes := differences(before.surroundings, found.surroundings):
-                click.echo(visible(f"other than in {compare}: {'; '.join(map(str, changes))}"))
-    if found.signal is not None:
-        raise SystemExit(128 + found.signal)
+        is_equal = _look(_Computing(run, scratch, world, parallel), first, last, **looks)
     if not is_equal:
         raise click.exceptions.Exit(1)
 
 
-def _replayed(
-    run: Path,
+@dataclass(frozen=True)
+class _Computing:
+    """Where steps of ``run`` are computed again, and by whom."""
+
+    run: Path
+    scratch: Path | None
+    world: World
+    parallel: ParallelSection
+
+    def steps(self, first: int, last: int, watching: Sequence[Watcher] = ()) -> ReplayReport:
+        """Compute the steps from ``first`` to ``last``. A signal ends the command."""
+        from ..parallel.watchdog import watched
+        from ..run.replay import ReplayPlan, compute, scratch_folder
+
+        plan = self.world.on_main(lambda: ReplayPlan.of(self.run, first, last))
+        with (
+            scratch_folder(self.run, self.scratch, self.world) as folder,
+            watched(self.world, self.parallel, folder) as world,
+        ):
+            found = compute(plan, folder, world, watching=watching)
+            world.wait()
+        if found.signal is not None:
+            self.say(*lines_of(found))
+            raise SystemExit(128 + found.signal)
+        return found
+
+    def say(self, *lines: str) -> None:
+        """Print ``lines``, on one rank."""
+        if self.world.is_main:
+            click.echo(visible("\n".join(lines)))
+
+
+def _look(
+    computing: _Computing,
     first: int,
     last: int,
-    scratch: Path | None,
-    joined_world: World,
-    parallel: ParallelSection,
-    watching: Sequence[TrainerCallback] = (),
-) -> ReplayReport:
-    from ..parallel.watchdog import watched
-    from ..run.replay import ReplayPlan, compute, scratch_folder
+    *,
+    trace: Path | None,
+    compare: Path | None,
+    has_rows: bool,
+) -> bool:
+    """Replay steps, watched as the options say; returns whether all that was compared is equal."""
+    from ..run.row_gradients import RowGradients
+    from ..run.surroundings import differences
+    from ..run.trace import SavedTrace, Trace
 
-    plan = joined_world.on_main(lambda: ReplayPlan.of(run, first, last))
-    with (
-        scratch_folder(run, scratch, joined_world) as folder,
-        watched(joined_world, parallel, folder) as world,
-    ):
-        found = compute(plan, folder, world, watching=watching)
-        world.wait()
-    return found
+    before = None if compare is None else SavedTrace.read(compare, first, last)
+    rows = RowGradients(first)
+    with closing(Trace(first)) as watch:
+        wanted = ((watch, trace or compare), (rows, has_rows))
+        watching = [watcher for watcher, is_wanted in wanted if is_wanted]
+        found = computing.steps(first, last, watching)
+    computing.say(*lines_of(found), *of_rows(first, rows.measured))
+    if trace is not None and computing.world.is_main:
+        watch.save(trace, found.surroundings)
+        operations = counted(len(watch.operations), "operation")
+        computing.say(f"{trace}: {operations}; compare them with --compare {trace}")
+    if before is None:
+        return found.is_equal
+    compared = before.compared(watch.operations)
+    computing.say(*of_operations(compared))
+    if changes := differences(before.surroundings, found.surroundings):
+        computing.say(f"other than in {compare}: {'; '.join(map(str, changes))}")
+    return found.is_equal and compared.is_equal
 
 
 def _at_intervals(place: str, every: int, report: Path | None, scratch: Path | None) -> int:
@@ -164,23 +191,18 @@ def _at_intervals(place: str, every: int, report: Path | None, scratch: Path | N
         raise RunError(f"{run}: has not come to step {every} yet")
     segments = list[dict[str, Any]]()
     with ranks_of(run, launch) as (world, parallel):
+        computing = _Computing(run, scratch, world, parallel)
         for step in steps:
             try:
-                found = _replayed(run, step, step, scratch, world, parallel)
+                segments.append(_segment(step, computing.steps(step, step)))
             except RunError as error:  # such as of a launch with other ranks
                 segments.append({"step": step, "equal": None, "said": [str(error)]})
-            else:
-                if found.signal is not None:
-                    raise SystemExit(128 + found.signal)
-                segments.append(_segment(step, found))
-            if world.is_main:
-                click.echo(visible("\n".join(segments[-1]["said"])))
+            computing.say(*segments[-1]["said"])
         num_equal = sum(segment["equal"] is True for segment in segments)
-        if world.is_main:
-            click.echo(f"{num_equal} of {counted(len(steps), 'step')} equal to the bit")
-            if report is not None:
-                facts = {"run": str(run.absolute()), "every": every, "segments": segments}
-                write_new(report, json.dumps(facts, indent=1).encode())
+        computing.say(f"{num_equal} of {counted(len(steps), 'step')} equal to the bit")
+        if world.is_main and report is not None:
+            facts = {"run": str(run.absolute()), "every": every, "segments": segments}
+            write_new(report, json.dumps(facts, indent=1).encode())
     return int(num_equal < len(steps))
 
 
@@ -258,94 +280,3 @@ def ranks_of(run: Path, launch: Launch | None) -> Iterator[tuple[World, Parallel
         if ranks not in (None, world.size):
             raise RunError(f"{run}: these steps were computed on {ranks} ranks; start as many")
         yield world, parallel
-
-
-def lines_of(report: ReplayReport) -> Iterator[str]:
-    """What a replay has found, for people."""
-    plan = report.plan
-    begin = "the beginning of the run" if plan.start is None else plan.start.name
-    yield f"replayed from {begin}: steps {plan.start_step + 1} to {report.reached}"
-    yield from _of_lines(report)
-    yield from _of_tensors(report)
-    if not report.num_compared:
-        yield _nothing(report)
-    yield from _surroundings(report)
-    for (step, is_evaluation), record in plan.logged.items():
-        if plan.first <= step <= report.reached and not is_evaluation:
-            names = ("loss", "grad_norm", "learning_rate")
-            yield f"  step {step}: " + ", ".join(f"{n} {record[n]}" for n in names if n in record)
-
-
-def _of_lines(report: ReplayReport) -> Iterator[str]:
-    odd = {gap.step for gap in report.gaps}
-    lines = counted(report.num_equal + len(odd), "logged line")
-    if not odd:
-        if report.num_equal:
-            yield f"{lines}: equal to the bit"
-        return
-    if report.is_rounding:
-        worst = max(report.gaps, key=lambda gap: gap.relative)
-        yield (
-            f"{lines}: equal up to rounding: largest difference {worst.relative:.2g} of "
-            f"{worst.name}, first at step {min(odd)}"
-        )
-        return
-    yield f"{lines}: {report.num_equal} equal to the bit; step {min(odd)} is the first that differs"
-    for gap in [gap for gap in report.gaps if gap.step == min(odd)][:_SHOWN]:
-        yield f"  {gap.name}: logged {gap.logged}, replayed {gap.replayed}"
-
-
-def _of_tensors(report: ReplayReport) -> Iterator[str]:
-    from ..run.replay import ROUNDING
-
-    if report.tensors is None or (saved := report.plan.saved) is None:
-        return
-    tensors = f"{saved.name}: {counted(len(report.tensors), 'tensor')}"
-    if not (odd := report.odd_tensors):
-        yield f"{tensors}: equal to the bit"
-        return
-    name, worst = max(odd.items(), key=lambda item: item[1])
-    how = "equal up to rounding" if worst <= ROUNDING else "other values"
-    yield f"{tensors}: {how}: {len(odd)} differ, by at most {worst:.2g} of their norm ({name})"
-
-
-def _nothing(report: ReplayReport) -> str:
-    """Why nothing was compared, and with which steps something is."""
-    plan = report.plan
-    later = sorted(step for step, _ in plan.logged if step > report.reached)
-    cure = f"; the next line is of step {later[0]}: add --to {later[0]}" if later else ""
-    return (
-        "nothing was compared: the run has logged none of these steps, and saved none of their "
-        f"checkpoints{cure}"
-    )
-
-
-def _surroundings(report: ReplayReport) -> Iterator[str]:
-    launch = report.plan.arms[-1].launch
-    if launch is None or not report.are_known:
-        yield "the run has not recorded its surroundings (an earlier version wrote it)"
-    elif report.differing:
-        found = "; ".join(map(str, report.differing))
-        yield f"other than in launch {launch.number}, which computed these steps: {found}"
-    elif report.num_compared and not report.is_equal:
-        yield (
-            "nothing that is recorded is other than in the launch that computed these steps; what "
-            "a function, a callback or another machine's model does by itself is not recorded"
-        )
-
-
-def _of_operations(report: TraceReport) -> Iterator[str]:
-    """What two traces have in common, for people."""
-    alike = counted(report.num_alike, "operation")
-    if report.is_equal:
-        yield f"{alike}: equal to the bit"
-        return
-    if report.parted is not None:
-        before, now = (each or "none" for each in report.parted)
-        yield f"the operations are others: first {before} then, {now} now"
-    if report.first is None:
-        yield f"{alike} in both: equal to the bit"
-    else:
-        number, operation = report.first
-        yield f"{alike} in both, {report.num_differing:,} with other bits; the first is {operation}"
-        yield f"  number {number:,}; those before it are equal to the bit"

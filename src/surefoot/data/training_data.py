@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -98,6 +99,23 @@ class TrainingData(Generic[Examples_co]):
 
 
 AnyData = TrainingData[EncodedDataset | ExampleStream]
+
+
+def row_places(
+    section: DataSection, source: EncodedDataset | ExampleStream, items: Sequence[int]
+) -> list[str]:
+    """Of each item of ``source``, which is made of the datasets of ``section``, the file and line
+    of its row; the number of the row, where rows of several datasets were mixed."""
+    names, rows = [str(name) for name in section.datasets], [source.row_of(i) for i in items]
+    if isinstance(source, ExampleStream) and len(names) > 1:
+        return [source.origin(item) for item in items]
+    catalog, places = Catalog(section), dict[tuple[int, int], str]()
+    for number in {number for number, _ in rows}:
+        wanted = {row for of, row in rows if of == number}
+        of_dataset = catalog.entry(names[number]).source.places(wanted)
+        here = f"{Path.cwd()}/"  # a recipe has whole paths
+        places |= {(number, row): at.removeprefix(here) for row, at in of_dataset.items()}
+    return [places.get(row, source.origin(item)) for row, item in zip(rows, items, strict=True)]
 
 
 def prepare(encoding: Encoding) -> TrainingData[EncodedDataset]:

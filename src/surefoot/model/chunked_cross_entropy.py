@@ -107,10 +107,11 @@ class Scores:
 
 def totals(
     head: Head, hidden_ND: torch.Tensor, labels_N: torch.Tensor, smoothing: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sums of the log-probabilities of smoothed labels, and of labels (without gradient)."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The sums of the log-probabilities of smoothed labels, and of labels, and [N] each of these,
+    of which only the first has a gradient."""
     sums = _Totals.apply(hidden_ND, head.weight, head.bias, labels_N, head, smoothing)  # type: ignore[no-untyped-call]
-    return cast(tuple[torch.Tensor, torch.Tensor], sums)
+    return cast(tuple[torch.Tensor, torch.Tensor, torch.Tensor], sums)
 
 
 def logps(head: Head, hidden_ND: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
@@ -166,10 +167,11 @@ class _Totals(torch.autograd.Function):
         labels_N: torch.Tensor,
         head: Head,
         smoothing: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         head = replace(head, weight=weight_VD, bias=bias_V)
         gradients = HeadGradients.of(head, hidden_ND, ctx.needs_input_grad)
         head = gradients.head
+        logps_N = hidden_ND.new_empty(len(hidden_ND), dtype=wide(hidden_ND.dtype))
         total, of_all_words = hidden_ND.new_zeros(2, dtype=wide(hidden_ND.dtype)).unbind()
         trains = any(ctx.needs_input_grad)
         for chunk in head.chunks(len(hidden_ND)):
@@ -177,14 +179,16 @@ class _Totals(torch.autograd.Function):
                 hidden_ND[chunk], labels_N[chunk], smoothing, trains
             )
             total += logps_C.sum()
+            logps_N[chunk] = logps_C
             if smoothing:
                 of_all_words += sums_C.sum()
             if gradients_CV is not None:
                 gradients.add(chunk, gradients_CV)
             del gradients_CV  # or they are there still when the next chunk's logits are made
         ctx.save_for_backward(*gradients.sums(hidden_ND, weight_VD, bias_V))
-        ctx.mark_non_differentiable(total)
-        return (1.0 - smoothing) * total + smoothing / len(weight_VD) * of_all_words, total
+        ctx.mark_non_differentiable(total, logps_N)
+        smoothed = (1.0 - smoothing) * total + smoothing / len(weight_VD) * of_all_words
+        return smoothed, total, logps_N
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

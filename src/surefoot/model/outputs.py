@@ -18,7 +18,7 @@ that apply none, or a cap that is known.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
@@ -76,12 +76,12 @@ class LogprobHead:
             return self._diverging(model, trained, labels_N, spec, target)
         needs, smoothing = set(spec.outputs), spec.smoothing
         is_valued, needs = "values" in needs, needs - {"values"}
-        all_scores: list[Scores] = []
+        beside: list[Scores | torch.Tensor] = []
 
         def answer(hidden_BKD: torch.Tensor) -> torch.Tensor:
             hidden_ND = trained(hidden_BKD)
             if not is_valued:
-                return self._answer(hidden_ND, labels_N, spec, all_scores)
+                return self._answer(hidden_ND, labels_N, spec, beside)
             assert values is not None
             values_N: torch.Tensor = values(hidden_ND.to(values.weight.dtype))[:, 0]
             # not a view: FSDP2 warns of what in-place operations on one would do
@@ -89,7 +89,7 @@ class LogprobHead:
             if not needs:
                 return values_N
             each = replace(spec, outputs=(*needs, "logps"))  # one number for each position
-            rows_XN = self._answer(hidden_ND, labels_N, each, all_scores)
+            rows_XN = self._answer(hidden_ND, labels_N, each, beside)
             rows_XN = rows_XN if rows_XN.ndim == 2 else rows_XN[None]
             return torch.cat([rows_XN, values_N[None]])
 
@@ -101,8 +101,8 @@ class LogprobHead:
                 return Outputs(values=values_N)
             head_outputs = head_outputs[0] if len(head_outputs) == 2 else head_outputs[:-1]
             needs |= {"logps"}
-            return replace(_outputs(head_outputs, all_scores, needs, smoothing), values=values_N)
-        return _outputs(head_outputs, all_scores, needs, smoothing)
+            return replace(_outputs(head_outputs, beside, needs, smoothing), values=values_N)
+        return _outputs(head_outputs, beside, needs, smoothing)
 
     def target(
         self,
@@ -151,18 +151,22 @@ class LogprobHead:
         hidden_ND: torch.Tensor,
         labels_N: torch.Tensor,
         spec: OutputSpec,
-        all_scores: list[Scores],
+        beside: list[Scores | torch.Tensor],
     ) -> torch.Tensor:
         """What the head returns: the sum of log-probabilities twice, each of them, or rows of
-        log-probabilities, entropies and means; then all scores are in ``all_scores``."""
+        log-probabilities, entropies and means. ``beside`` gets what has no gradient: each of a sum,
+        or all scores."""
         needs = set(spec.outputs)
         hidden_ND, head = self._head(hidden_ND, spec.temperature)
         if needs <= {"total"}:
-            return torch.stack(totals(head, hidden_ND, labels_N, spec.smoothing))
+            *sums, logps_N = totals(head, hidden_ND, labels_N, spec.smoothing)
+            beside.append(logps_N)
+            return torch.stack(sums)
         if not spec.smoothing and needs <= {"total", "logps"}:
             return logps(head, hidden_ND, labels_N)
-        all_scores.append(scores(head, hidden_ND, labels_N, top="top_entropies" in needs))
-        return torch.stack([all_scores[0].logps, all_scores[0].entropies, all_scores[0].means])
+        all_scores = scores(head, hidden_ND, labels_N, top="top_entropies" in needs)
+        beside.append(all_scores)
+        return torch.stack([all_scores.logps, all_scores.entropies, all_scores.means])
 
     def _head(self, hidden_ND: torch.Tensor, temperature: float) -> tuple[torch.Tensor, Head]:
         """The hidden states and the head whose logits are those of the model, divided by
@@ -180,26 +184,30 @@ class LogprobHead:
 
 
 def _outputs(
-    head_outputs: torch.Tensor, all_scores: list[Scores], needs: Collection[str], smoothing: float
+    head_outputs: torch.Tensor,
+    beside: Sequence[Scores | torch.Tensor],
+    needs: Collection[str],
+    smoothing: float,
 ) -> Outputs:
     """The outputs that a head has returned; see ``LogprobHead._answer``."""
-    if not all_scores and "logps" in needs:
+    if not beside:
         return Outputs(logps=head_outputs, total=head_outputs.sum())
-    if not all_scores:
+    (scores_or_logps,) = beside
+    if isinstance(scores_or_logps, torch.Tensor):
         # of the two only the first has a gradient; without smoothing it is the same number
         smoothed_total, total = head_outputs
         if smoothing:
-            return Outputs(total=total, smoothed=smoothed_total)
-        return Outputs(total=smoothed_total)
+            return Outputs(total=total, smoothed=smoothed_total, plain_logps=scores_or_logps)
+        return Outputs(total=smoothed_total, plain_logps=scores_or_logps)
     logps_N, entropies_N, means_N = head_outputs
-    total, predictions_N = logps_N.sum(), all_scores[0].predictions
+    total, predictions_N = logps_N.sum(), scores_or_logps.predictions
     smoothed = (1.0 - smoothing) * total + smoothing * means_N.sum() if smoothing else None
     return Outputs(
         logps_N,
         total,
         smoothed,
         entropies_N,
-        top_entropies=all_scores[0].top_entropies if "top_entropies" in needs else None,
+        top_entropies=scores_or_logps.top_entropies if "top_entropies" in needs else None,
         predictions=predictions_N,
     )
 

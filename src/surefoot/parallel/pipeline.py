@@ -205,13 +205,14 @@ class _Running:
 def _broadcast_losses(links: Links, losses: Sequence[Loss]) -> list[Loss]:
     """The losses of the last rank, as numbers, on all ranks."""
     rows = wait_for_ranks(_numbers, losses)
+    of_examples = [loss.rows for loss in losses]  # which only the last rank has
 
     def number(value: float) -> torch.Tensor:
         return torch.tensor(value, dtype=torch.float64, device=links.device)
 
     return [
-        Loss(number(total), number(weight), {k: number(v) for k, v in metrics.items()})
-        for total, weight, metrics in _from_last(links, rows)
+        Loss(number(total), number(weight), {k: number(v) for k, v in metrics.items()}, rows_E)
+        for (total, weight, metrics), rows_E in zip_longest(_from_last(links, rows), of_examples)
     ]
 
 

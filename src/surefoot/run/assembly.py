@@ -23,6 +23,7 @@ from ..training.arguments import Context
 from ..training.callback import Callbacks, PolicyVersion, TrainerControl, TrainerState
 from ..training.callbacks.launches import NAME as LAUNCHES
 from ..training.callbacks.metric_files import METRICS, TENSORBOARD
+from ..training.callbacks.step_files import ROWS, STEPS, StepFiles
 from ..training.control import LogAccumulator, Trigger, standard_callbacks
 from ..training.kept_rollouts import KeptRollouts
 from ..training.out_of_memory import MemoryGuard
@@ -147,7 +148,7 @@ def build_saver(
             world.from_main,
         ),
         listeners=listeners,
-        beside=(METRICS, LAUNCHES, TENSORBOARD),
+        beside=(METRICS, LAUNCHES, TENSORBOARD, STEPS, ROWS),
         kind=policy.weights.kind,
         companions={**files, **parts.record},
         on_busy=section.on_save_busy,
@@ -171,9 +172,8 @@ def build_trainer(
     collation = parts.collation.for_model(policy.sharing)
     loader = data_loading.build_loader(parts, columns.data, collation, world)
     num_steps_per_epoch = steps_per_epoch(loader, stage)
-    max_steps = num_steps(section, num_steps_per_epoch)
     state = TrainerState(
-        max_steps=max_steps,
+        max_steps=num_steps(section, num_steps_per_epoch),
         num_train_epochs=section.num_epochs,
         train_batch_size=section.fixed_micro_batch_size,
         is_local_process_zero=world.is_local_main,
@@ -229,6 +229,7 @@ def build_trainer(
         state=state,
         control=control,
         interval=LogAccumulator(state, policy.num_parameters),
+        step_files=StepFiles(folder, world),
         world=world,
         judged_on=parts.judged_on(columns.data),
         save_steps=saves.save_steps,

@@ -25,6 +25,7 @@ from ..parallel.world import World
 from ..recipe.files import RUN_RECIPE
 from ..storage import files
 from ..training.callbacks.metric_files import METRICS, lines_of
+from ..training.callbacks.step_files import ROWS, STEPS
 from ..training.out_of_memory import FILE as FITTED_SIZES
 from .launch_recipe import ForkRecipe
 from .replay import ReplayPlan, ReplayReport, compute, copy_checkpoint
@@ -102,8 +103,9 @@ def _describe(folder: Path, run: Path, place: str, recipe: ForkRecipe) -> None:
         "time": time.time(),
     }
     lines = (record for (at, _), record in lines_of(run / METRICS).items() if at <= step)
-    if files.exists(run / FITTED_SIZES):
-        shutil.copyfile(run / FITTED_SIZES, folder / FITTED_SIZES)
+    for name in (FITTED_SIZES, STEPS, ROWS):  # of which training cuts off what is behind the step
+        if files.exists(run / name):
+            shutil.copyfile(run / name, folder / name)
     files.write_new(folder / RUN_RECIPE, recipe.text)
     files.write_new(folder / ORIGIN, (json.dumps(origin, indent=2) + "\n").encode())
     files.write_new(folder / METRICS, "".join(f"{json.dumps(r)}\n" for r in lines).encode())

@@ -10,6 +10,7 @@ from typing import Any
 
 from .. import schema
 from ..checkpoint.section import CheckpointSection
+from ..data.section import DataSection
 from ..errors import RunError
 from ..parallel.section import ParallelSection
 from ..recipe.comparison import changes, compare_with_checkpoint
@@ -50,6 +51,11 @@ class LaunchRecipe:
         """The mesh of its ranks, as many as it had: a recipe may leave that to the machine."""
         ranks = self.ranks or self.recipe.parallel.num_processes
         return replace(self.recipe.parallel, num_processes=ranks)
+
+    @property
+    def datasets(self) -> DataSection:
+        """Where its rows are."""
+        return self.recipe.data
 
     @property
     def follows_evaluations(self) -> bool:

@@ -30,6 +30,7 @@ from ..checkpoint.disk.retention import origin_of
 from ..checkpoint.layouts.detection import plain
 from ..checkpoint.looking.diff import TensorChange, compare_tensors
 from ..checkpoint.verification import verify_checkpoint
+from ..data.section import DataSection
 from ..errors import CheckpointError, RunError
 from ..parallel.world import World, explain_peer_loss
 from ..recipe.files import RUN_RECIPE
@@ -294,16 +295,26 @@ class Repeat(TrainerCallback):
         self.records.append(strict(logs))
 
 
+class Watcher(TrainerCallback):
+    """A callback that looks on at the steps, and changes no bit of them."""
+
+    def watch(self, trainer: Trainer, section: DataSection) -> None:
+        """Before the steps of ``trainer``, whose rows ``section`` describes."""
+
+    def finish(self) -> None:
+        """After the last step, while the folder of the replay is still there."""
+
+
 def compute(
     plan: ReplayPlan,
     scratch: Path,
     world: World,
     companions: Mapping[str, bytes] | None = None,
-    watching: Sequence[TrainerCallback] = (),
+    watching: Sequence[Watcher] = (),
 ) -> ReplayReport:
     """Compute the steps of ``plan`` again in ``scratch``, and compare them. With ``companions``,
     the last state is saved as the run would have: after its evaluations, and with these files
-    beside the weights. ``watching`` are callbacks that look on. A collective call."""
+    beside the weights. ``watching`` look on. A collective call."""
     plan = world.on_main(lambda: plan.held(scratch))
     start, records, trainer = plan.start, list[Record](), None
     saved = set() if plan.saved is None else {step_of(plan.saved)}
@@ -324,11 +335,16 @@ def compute(
             resume=start and Start.of(start, world, is_verified=True),
             world=world,
         )
+        for watcher in watching:
+            watcher.watch(trainer, recipe.datasets)
         _fit(trainer, plan, (repeat, *watching), companions or {}, evaluates=evaluates)
         start = trainer.saver.path_of(trainer.state.global_step)
         if trainer.signal is not None:
             break
     assert trainer is not None, "a plan has steps"
+    if trainer.signal is None:
+        for watcher in watching:
+            watcher.finish()
     return _compared(plan, trainer, records, scratch)
 
 

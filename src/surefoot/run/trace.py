@@ -25,7 +25,8 @@ from torch.utils.module_tracker import ModuleTracker
 from ..errors import RunError
 from ..storage import files
 from ..training.arguments import Context
-from ..training.callback import TrainerCallback, TrainerControl, TrainerState
+from ..training.callback import TrainerControl, TrainerState
+from .replay import Watcher
 
 _FORMAT = "surefoot trace 1"
 
@@ -100,7 +101,7 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 @dataclass
-class Trace(TrainerCallback):
+class Trace(Watcher):
     """Records the operations of the steps from ``first`` on: gradients and update, not sampling,
     and on the rank where it is alone."""
 

@@ -17,7 +17,7 @@ from ..generate.servers import SAMPLERS, Engine, Sampler
 from ..parallel.section import ParallelSection
 from ..schema import FROM_HERE, Needs, Problem, Variants, must
 from ..schema.locations import ModelPath
-from ..training.losses import LIKELIHOOD
+from ..training.losses import LIKELIHOOD, means_of_rows
 from ..training.stage import AuxiliaryModel, Prepared, Stage, StageContext
 from ._rules import check_sampler, check_temperature, must_not_shard
 from ._sft import SFT
@@ -41,6 +41,7 @@ class Distill(Stage):
     better_if_greater: ClassVar[Mapping[str, bool]] = LIKELIHOOD
     reads_pairs = False
     encoding: ClassVar[str] = SFT.encoding
+    row_metric: ClassVar[tuple[str, bool]] = ("divergence", False)
 
     teacher: ModelPath | None = None
     """The teacher, a folder or a hub id, with the same tokenizer. Unset: the model before the first
@@ -159,7 +160,7 @@ class Distill(Stage):
             total = total + self.sft_weight * cross_entropy
             metrics["sft_loss"] = cross_entropy.detach()
         weight = (batch.labels[:, 1:] != IGNORE_INDEX).sum()
-        return Loss(total, weight, metrics)
+        return Loss(total, weight, metrics, means_of_rows(divergences_N, batch))
 
     def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:
         """A student differs from its teacher. Two distributions are compared on one rank; the

@@ -48,6 +48,7 @@ class DPO(Stage):
 
     better_if_greater: ClassVar[Mapping[str, bool]] = losses.PAIRS
     reads_pictures = True
+    row_metric: ClassVar[tuple[str, bool]] = ("margin", True)
     spec: ClassVar[OutputSpec] = LOGPS
 
     beta: float = 0.1
@@ -205,6 +206,7 @@ class DPO(Stage):
         first = self._parts[0][0]
         logged_P2 = means_P2 if first.per_token else logps_P2
         metrics = _metrics(self.beta * relative(first).detach(), logged_P2.detach())
+        margins_P = metrics["rewards/margins"].float()
         if self.sft_weight or any(loss.has_likelihood for loss, _ in self._parts):
             metrics["sft_loss"] = likelihood_P.detach()
 
@@ -212,7 +214,7 @@ class DPO(Stage):
             return values_P.where(is_there_P, values_P.new_zeros(())).sum()
 
         sums = {name: summed(values) for name, values in metrics.items()}
-        return Loss(summed(losses_P), is_there_P.sum(), sums)
+        return Loss(summed(losses_P), is_there_P.sum(), sums, margins_P)
 
     def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:
         """Both responses are trained; the reference computes before the first step."""

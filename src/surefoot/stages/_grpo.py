@@ -23,6 +23,7 @@ from ..training.policy_gradient import (
     Positions,
     Surrogate,
     is_flat,
+    means_of_groups,
     of_response,
     truncated_weights,
 )
@@ -245,8 +246,9 @@ class GRPO(OnPolicy):
         advantages = ADVANTAGES[advantage](groups, lengths)
         # It would train towards the reference alone, and a reward that distinguishes nothing would
         # go unnoticed (docs/decisions/0052).
+        rows = means_of_groups(self._groups(rewards))
         if not any(a for a, is_masked in zip(advantages, is_cut, strict=True) if not is_masked):
-            return Prepared((), figures)
+            return Prepared((), figures, rows=rows)
         dropped = [self.drop_flat_groups and is_flat(g) for g in groups for _ in g]
         items = [
             self._item(rollout, advantage, is_masked=is_masked)
@@ -257,7 +259,7 @@ class GRPO(OnPolicy):
             # In a mean over responses a masked one still counts; over tokens it has none.
             and not (is_dropped or (is_masked and self.average_over == "tokens"))
         ]
-        return Prepared(self._with_columns(context, items), figures)
+        return Prepared(self._with_columns(context, items), figures, rows=rows)
 
     def _groups(self, rewards: Sequence[float | None]) -> list[Sequence[float | None]]:
         starts = range(0, len(rewards), self.group_size)

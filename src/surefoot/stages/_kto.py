@@ -169,7 +169,7 @@ class KTO(Stage):
         }
         metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
         total = (weights_E * losses_E).where(is_there_E, zero).sum()
-        return Loss(total, is_there_E.sum(), metrics)
+        return Loss(total, is_there_E.sum(), metrics, losses_E.detach().float())
 
     def remarks(self, examples: EncodedDataset) -> Iterator[str]:
         """Kinds of responses whose weights are not balanced."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from ..batch import IGNORE_INDEX, Batch, Features, Loss, Outputs, OutputSpec
@@ -23,6 +23,7 @@ from ..training.policy_gradient import (
     explained_variance,
     generalized_advantages,
     kl_estimates,
+    means_of_groups,
     whitened,
 )
 from ..training.rewards import by_name, means, models_of, total
@@ -161,9 +162,10 @@ class PPO(OnPolicy):
             **window_figures([response.score for response in responses], rollouts),
             **means([*named_rewards], by_reward),
         }
+        rows = means_of_groups([[score] for score in scores])
         if not responses:
-            return Prepared((), figures, context.state)
-        return self._window(context, responses, figures)
+            return Prepared((), figures, context.state, rows)
+        return replace(self._window(context, responses, figures), rows=rows)
 
     def _window(
         self, context: StageContext, responses: Sequence[_Response], figures: dict[str, float]

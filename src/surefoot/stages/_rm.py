@@ -46,6 +46,7 @@ class RM(Stage):
     encoding: ClassVar[str] = "1"
     heads: ClassVar[Sequence[str]] = ("values",)
     spec: ClassVar[OutputSpec] = SCORES
+    row_metric: ClassVar[tuple[str, bool]] = ("margin", True)
 
     center_rewards_coefficient: float = 0.0
     """Weight of ``(r_chosen + r_rejected)^2``, which keeps the rewards near 0 (arXiv:2312.09244).
@@ -100,7 +101,7 @@ class RM(Stage):
             return values_P.where(is_there_P, values_P.new_zeros(())).sum()
 
         metrics = {name: summed(values.detach()) for name, values in figures.items()}
-        return Loss(summed(losses_P), is_there_P.sum(), metrics)
+        return Loss(summed(losses_P), is_there_P.sum(), metrics, margins_P.detach().float())
 
     def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:
         """Only whole responses are scored; heads are not sharded along ``tp`` or ``pp``."""

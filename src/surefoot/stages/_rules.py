@@ -69,6 +69,7 @@ class OnPolicy(Stage):
     """What stages have in common that train on the policy's own responses and their rewards."""
 
     metric: ClassVar[str] = "reward"  # the loss is about 0, whatever is learned
+    row_metric: ClassVar[tuple[str, bool]] = ("reward", True)
     better_if_greater: ClassVar[Mapping[str, bool]] = SAMPLED
     encoding: ClassVar[str] = "1"
 

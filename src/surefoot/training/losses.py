@@ -30,9 +30,21 @@ def negative_log_likelihood(outputs: Outputs, batch: Batch) -> Loss:
     assert outputs.total is not None
     metrics = _accuracy(outputs, batch)
     weight = (batch.labels[:, 1:] != IGNORE_INDEX).sum()
+    logps_N = outputs.logps if outputs.plain_logps is None else outputs.plain_logps
+    rows_E = None if logps_N is None else means_of_rows(-logps_N, batch)
     if outputs.smoothed is None:
-        return Loss(-outputs.total, weight, metrics)
-    return Loss(-outputs.smoothed, weight, {**metrics, "nll": -outputs.total})
+        return Loss(-outputs.total, weight, metrics, rows_E)
+    return Loss(-outputs.smoothed, weight, {**metrics, "nll": -outputs.total}, rows_E)
+
+
+def means_of_rows(values_N: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """[E] float32, of each example of ``batch`` the mean over its trained positions, without a
+    gradient; NaN where it has none. Sums of segments: their order is fixed on a GPU, too."""
+    import torch
+
+    lengths_E = (batch.at or trained_positions(batch)).lengths
+    # ``unsafe``: lengths are not compared with the values, for which a GPU would be waited for
+    return torch.segment_reduce(values_N.detach().float(), "mean", lengths=lengths_E, unsafe=True)
 
 
 def weighted_likelihood(
@@ -57,7 +69,8 @@ def weighted_likelihood(
         metrics["divergence"] = outputs.divergences.detach().sum()
         total = total + asft_alpha * outputs.divergences.sum()
     metrics |= _accuracy(outputs, batch)
-    return Loss(total, (batch.labels[:, 1:] != IGNORE_INDEX).sum(), metrics)
+    weight = (batch.labels[:, 1:] != IGNORE_INDEX).sum()
+    return Loss(total, weight, metrics, means_of_rows(-logps_N, batch))
 
 
 def _accuracy(outputs: Outputs, batch: Batch) -> dict[str, torch.Tensor]:

@@ -91,6 +91,11 @@ def is_flat(rewards_G: Rewards) -> bool:
     return len({reward for reward in rewards_G if reward is not None}) < 2
 
 
+def means_of_groups(groups: Sequence[Rewards]) -> list[float]:
+    """The mean reward of each group, which is that of its prompt; NaN where no response has one."""
+    return [_mean(rewards_G) if _count(rewards_G) else math.nan for rewards_G in groups]
+
+
 def _count(rewards_G: Rewards) -> int:
     return sum(reward is not None for reward in rewards_G)
 

@@ -57,6 +57,8 @@ class Prepared:
     examples: Sequence[Features]  # of the global window; columns may be floats
     figures: Mapping[str, float] = field(default_factory=dict)  # logged; metrics of an evaluation
     state: Mapping[str, float] = field(default_factory=dict)  # for the next window of training
+    # what is recorded of each example that was loaded, as ``Loss.rows``, where it is known before
+    rows: Sequence[float] | None = None
 
 
 class StageContext(Protocol):
@@ -111,6 +113,8 @@ class Stage(ABC):
     heads: ClassVar[Sequence[str]] = ()  # outputs that need a head of their own, on the policy
     kept_by: ClassVar[Literal["item", "window"]] = "item"  # what ``precompute`` depends on
     metric: ClassVar[str] = "loss"  # of evaluations, by which checkpoints are compared
+    # what ``Loss.rows`` or ``Prepared.rows`` are, and whether greater ones are better
+    row_metric: ClassVar[tuple[str, bool]] = ("loss", False)
     # of each metric that can be better, as ``rewards/*``, whether it is if it is greater
     better_if_greater: ClassVar[Mapping[str, bool]] = {}  # beside those of LOSSES
 

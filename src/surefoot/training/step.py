@@ -58,6 +58,8 @@ class StepMetrics:
     metrics: dict[str, float]  # sums
     num_tokens: int  # padding not counted
     scale: float = 1.0  # of the loss, in fp16
+    # ``Loss.rows`` of this rank's micro-batches, on the host; empty if the loss has none
+    rows: Sequence[torch.Tensor] = ()
 
     @property
     def is_finite(self) -> bool:
@@ -79,6 +81,7 @@ class PendingMetrics:
     is_bad: torch.Tensor  # on the device, float32: 1 if loss or gradient are no numbers
     learning_rate: float
     scale: float
+    rows: Sequence[torch.Tensor] = ()  # of each micro-batch, soon on the host
     sent: torch.cuda.Event | None = None  # when they are there
 
     def read(self) -> StepMetrics:
@@ -87,7 +90,8 @@ class PendingMetrics:
             wait_for_ranks(self.sent.synchronize)
         loss, weight, tokens, *metrics, norm = self.values.tolist()
         by_name = dict(zip(self.names, metrics, strict=True))
-        return StepMetrics(loss, weight, norm, self.learning_rate, by_name, int(tokens), self.scale)
+        sums = loss, weight, norm, self.learning_rate, by_name, int(tokens)
+        return StepMetrics(*sums, self.scale, self.rows)
 
 
 def all_or_none(steps: Sequence[PendingMetrics]) -> list[PendingMetrics]:
@@ -131,7 +135,8 @@ class Step:
         total = total / factor
         is_bad = ~(total.isfinite() & norm.isfinite())
         values = torch.stack([total, weight, *rest, norm])
-        pending = PendingMetrics(values, names, is_bad.float(), learning_rate, scale)
+        rows = [loss.rows for loss in losses if loss.rows is not None]
+        pending = PendingMetrics(values, names, is_bad.float(), learning_rate, scale, rows)
         return _on_its_way(pending)
 
     def update(self, unread: PendingMetrics) -> None:
@@ -201,10 +206,12 @@ def _multiply(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 def _on_its_way(pending: PendingMetrics) -> PendingMetrics:
     """Send the values to the host."""
     if pending.values.device.type != "cuda":
-        return replace(pending, values=pending.values.cpu())
+        rows = [values.cpu() for values in pending.rows]
+        return replace(pending, values=pending.values.cpu(), rows=rows)
     values, sent = pending.values.to("cpu", non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
+    rows = [values.to("cpu", non_blocking=True) for values in pending.rows]
     sent.record()
-    return replace(pending, values=values, sent=sent)
+    return replace(pending, values=values, rows=rows, sent=sent)
 
 
 def _scaled(loss_of: LossFunction, factor: float, outputs: Outputs, batch: Batch) -> Loss:

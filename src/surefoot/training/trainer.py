@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -19,12 +19,14 @@ from ..checkpoint.loading import load
 from ..checkpoint.saving.saver import AsyncSaver
 from ..checkpoint.state.roles import MODEL, Stateful
 from ..checkpoint.state.states import RandomState
+from ..data.data_order import Index
 from ..errors import STOP_SIGNALS, CheckpointError, LostPeerError
 from ..model.numerics import seed_everything
 from ..parallel.progress import DATA, ENDING, EVALUATING, SAVING, TRAINING
 from ..parallel.world import ALONE, World
 from ..storage.files import exists
 from .callback import Callbacks, TrainerControl, TrainerState
+from .callbacks.step_files import StepFiles
 from .control import LogAccumulator, StopSignal, saying_what_is_lost
 from .evaluation import (
     Evaluation,
@@ -65,6 +67,7 @@ class _Taken:
     number: int
     place: Place  # of its window
     figures: PendingMetrics
+    groups: Sequence[Index]  # the rows of each micro-batch, by their places in the window
 
 
 @dataclass
@@ -97,6 +100,7 @@ class Trainer:
     state: TrainerState
     control: TrainerControl
     interval: LogAccumulator
+    step_files: StepFiles
     world: World = ALONE
     judged_on: str = ""  # hash of what is evaluated, and of what measures it beside the weights
     save_steps: int | None = None  # of the recipe, for `trainer_state.json`
@@ -137,6 +141,7 @@ class Trainer:
         save failed and ``on_save_error`` is stop; and what any other part raises, once the last
         whole step is saved."""
         self.control.should_training_stop, self.control.stop_signal = False, None
+        self._begin_step_files()
         self.policy.module.train()
         self.callbacks.emit("on_train_begin")
         self._progress.is_failing = False
@@ -241,6 +246,8 @@ class Trainer:
         if pending and not self._update(turn, pending):
             return
         self.interval.note(turn.figures)
+        if turn.rows is not None:
+            self.step_files.add_rows(windows.num_rows_before(turn.place), turn.rows)
         if pending:
             self.callbacks.emit("on_step_end")
         if not windows.is_between:
@@ -284,7 +291,8 @@ class Trainer:
         if not self._progress.is_room_checked:  # the optimizer has its state now
             self._progress.is_room_checked = True
             self.saver.check_room(sum(each.num_saved_bytes for each in self.learners.values()))
-        self._progress.unread = _Taken(state.global_step, turn.place, pending[0])
+        groups = self.windows.row_groups()
+        self._progress.unread = _Taken(state.global_step, turn.place, pending[0], groups)
         state.epoch = self.windows.loader.progress
         self.interval.spend(time.monotonic() - started)
         return True
@@ -340,6 +348,7 @@ class Trainer:
         if taken is None:
             return True
         figures = taken.figures.read()
+        self.step_files.add(self.windows.num_rows_before(taken.place), taken.groups, figures)
         if not figures.is_usable and not self._bear(figures, taken):
             return False
         self._check_gradient(figures, taken.number)
@@ -368,6 +377,7 @@ class Trainer:
         newest = self.saver.newest
         is_back = section.on_nan == "rollback" and self._progress.rollbacks < MAX_ROLLBACKS
         if not is_back or newest is None:
+            self.step_files.flush()  # of which row it was
             raise give_up(what, section, newest, skipped=state.num_skipped_steps)
         # Kept aside: what is loaded knows only of those that were left out before it was saved.
         skipped = [*state.skipped_windows, taken.place]
@@ -375,10 +385,17 @@ class Trainer:
         self.settle_best()
         self.windows.memory.recall(state.global_step)
         state.skipped_windows = skipped
+        self._begin_step_files()
         self._progress.rollbacks += 1
         if self.world.is_main:
             warn_of_rollback(what, newest, len(skipped))
         return False
+
+    def _begin_step_files(self) -> None:
+        """Record steps and rows from where the run is."""
+        loader = self.windows.loader
+        num_rows = self.windows.num_rows_before((loader.epoch, loader.window))
+        self.step_files.begin(self.state.global_step, num_rows)
 
     def _measure_all(self) -> dict[str, float]:
         """The metrics of all evaluation sets; some of their rollouts are written."""
@@ -451,7 +468,8 @@ class Trainer:
         is_any_set = control.should_log or control.should_evaluate or control.should_save
         if not is_any_set and not self._is_done():
             return True
-        is_usable = self._read()
+        if is_usable := self._read():
+            self.step_files.flush()
         self.interval.spend(time.monotonic() - started)
         if not is_usable:
             control.should_log = control.should_evaluate = control.should_save = False

@@ -83,6 +83,7 @@ class StepInput:
     window: Window  # of this rank; empty if the stage found nothing in it to train on
     figures: Mapping[str, float] = field(default_factory=dict)  # of a window that begins here
     seconds: float = 0.0  # that preparing it took
+    rows: Sequence[float] | None = None  # ``Prepared.rows`` of a window that begins here
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,23 @@ class Windows:
         return steps_per_epoch(self.loader, self.stage)
 
     @property
+    def step_examples(self) -> Sequence[Features]:
+        """What the last turn trains on: all examples of its optimizer step."""
+        return self._step_examples
+
+    @property
+    def step_rows(self) -> WindowExamples | None:
+        """The rows that these are, one for each; None: the stage made others of its rows."""
+        turn = self._turn
+        return self.loader.examples_at(*turn.place) if turn and self._is_by_row else None
+
+    @property
+    def _is_by_row(self) -> bool:
+        """Whether the examples of this turn are one for each row that was loaded, in its order."""
+        loaded = () if self._turn is None else self._turn.loaded or ()
+        return len(loaded) == len(self._step_examples)
+
+    @property
     def is_between(self) -> bool:
         """Whether the next turn begins a window."""
         return not self.inside.examples
@@ -173,7 +191,7 @@ class Windows:
         """The same turn again, with the micro-batch size of now; a window that began with
         it is prepared again."""
         assert self._turn is not None
-        turn, figures, seconds = self._turn, dict[str, float](), 0.0
+        turn, figures, seconds, rows = self._turn, dict[str, float](), 0.0, None
         self.loader.resize(self.memory.micro_batch_size)
         # Back to before the turn: PPO's moments, for one, must not count the same scores twice.
         self.inside, self.stage_state.values = replace(turn.inside), turn.stage_values
@@ -182,6 +200,7 @@ class Windows:
             started = time.monotonic()
             prepared = self.stage.prepare(self.context(turn.place), turn.loaded)
             seconds, figures = time.monotonic() - started, dict(prepared.figures)
+            rows = prepared.rows
             inside.place, inside.examples = turn.place, prepared.examples
             self.stage_state.values = dict(prepared.state)
         place, examples = inside.place if inside.examples else turn.place, inside.examples
@@ -198,7 +217,7 @@ class Windows:
         if len(self._step_examples):
             with self.world.together():
                 window = self.loader.deal(self._step_examples)
-        return StepInput(place, window, figures, seconds)
+        return StepInput(place, window, figures, seconds, rows)
 
     def undo_turn(self) -> None:
         """Be where the last turn began: its step is not taken."""
@@ -216,14 +235,29 @@ class Windows:
 
     def rows_of(self, index: int) -> str:
         """The examples of a micro-batch of this turn, for messages: their rows and lengths."""
-        examples, batching = self._step_examples, self.loader.batching
+        examples, step = self._step_examples, self._step_groups()
 
         def row(position: int) -> str:
             if not isinstance(examples, WindowExamples):
                 return f"example {position + 1} of the window"
             return examples.source.origin(int(examples.items[position]))
 
-        # For each micro-batch of a step: the groups are those of the one before.
+        group = step.groups[index] if index < len(step.groups) else np.arange(0)
+        return ", ".join(f"{row(i)} with {counted(int(step.lengths[i]), 'token')}" for i in group)
+
+    def num_rows_before(self, place: Place) -> int:
+        """How many rows the run trains on before the window at ``place``, if it skips none."""
+        epoch, window = place
+        return epoch * (self.loader.num_examples or 0) + window * self.loader.global_batch_size
+
+    def row_groups(self) -> Sequence[Index]:
+        """For each of this rank's micro-batches of this turn, the places of its examples among the
+        rows of the window; none if the examples are not one for each of these rows."""
+        return self._step_groups().groups if self._is_by_row else ()
+
+    def _step_groups(self) -> _StepGroups:
+        """The micro-batches of this turn; they are those of the last call, while it lasts."""
+        examples, batching = self._step_examples, self.loader.batching
         step = self._groups
         if step is None or step.examples is not examples or step.batching is not batching:
             if isinstance(examples, WindowExamples):
@@ -233,8 +267,7 @@ class Windows:
                 lengths = np.array([num_tokens(example) for example in examples], np.int64)
                 groups = batching.groups(lengths, examples)
             step = self._groups = _StepGroups(examples, batching, lengths, groups)
-        group = step.groups[index] if index < len(step.groups) else np.arange(0)
-        return ", ".join(f"{row(i)} with {counted(int(step.lengths[i]), 'token')}" for i in group)
+        return step
 
     def state_dict(self) -> dict[str, Any]:
         """The data position, the position inside a window if there is one, and what the stage

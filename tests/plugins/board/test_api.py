@@ -42,6 +42,16 @@ def board(root):
         yield client
 
 
+def test_the_rows_of_a_step_are_named_by_a_command(board):
+    job = board.post("/api/rows", json={"run": "runs/one", "step": 3}).json()
+    assert job["command"] == "surefoot rows runs/one --step 3"
+    while (job := board.get("/api/job", params={"number": job["job"]}).json())["code"] is None:
+        time.sleep(0.1)
+    assert job["code"] == 2  # a run of an earlier version
+    assert "has no metrics of its steps and rows" in job["error"]
+    assert board.post("/api/rows", json={"run": "runs/one", "step": 0}).status_code == 422
+
+
 def row_of(board, run):
     return next(row for row in board.get("/api/runs").json()["runs"] if row["run"] == run)
 

@@ -12,7 +12,7 @@ import json
 import logging
 import re
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -216,6 +216,10 @@ class Hub:
                 for row in chain.from_iterable(map(rows_of, table.to_batches())):
                     yield BrokenRow(index, row) if isinstance(row, str) else row
                     index += 1
+
+    def places(self, numbers: Collection[int]) -> dict[int, str]:
+        """The number of each of these rows, of which the first is 0."""
+        return {number: f"{self}: row {number}" for number in numbers}
 
     def content_hash(self) -> str:
         """The hub library's own fingerprint of what it loaded."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from ...schema.locations import matches
 from ...storage import files
 from ...storage.files import read_json
 from ..example import BrokenRow
-from ._readers import READERS, TextUnit, read_txt
+from ._readers import READERS, TextUnit, read_txt, text_lines
 from .formats.fields import Row
 
 SPLIT_NAMES = ("train", "validation", "test")
@@ -66,6 +66,9 @@ class RowSource(Protocol):
     def rows(self) -> Iterator[Row | BrokenRow]:
         """All rows; raises DataError if the source cannot be read at all."""
 
+    def places(self, numbers: Collection[int]) -> dict[int, str]:
+        """Where the rows with these numbers are, in words."""
+
     def content_hash(self) -> str:
         """Equal only for equal content."""
 
@@ -98,6 +101,23 @@ class Files:
                 for row in lines:
                     yield BrokenRow(index, f"{path.name}: {row}") if isinstance(row, str) else row
                     index += 1
+
+    def places(self, numbers: Collection[int]) -> dict[int, str]:
+        """The file of each of these rows, and its line there; of a file without lines, its place
+        among the rows of the file, of which the first is 1."""
+        places, index = dict[int, str](), 0
+        for path in self.paths:
+            kind = path.suffix.lower()
+            is_by_line = kind == ".jsonl" or (kind == ".txt" and self.text_unit == "line")
+            rows = read_txt(path, self.text_unit) if kind == ".txt" else READERS[kind](path)
+            lines: Iterable[tuple[int, object]] = (
+                text_lines(path) if is_by_line else enumerate(rows, 1)
+            )
+            for number, _ in lines:
+                if index in numbers:
+                    places[index] = f"{path}: {'line' if is_by_line else 'row'} {number}"
+                index += 1
+        return places
 
     @property
     def as_entry(self) -> str:

@@ -68,9 +68,13 @@ class EncodedDataset:
 
     def origin(self, item: int) -> str:
         """The row that an item comes from, for messages."""
-        store, place = self._place(item)
-        row = self.stores[store].rows[place]
+        store, row = self.row_of(item)
         return f"row {row} (the first is 0) of dataset {store + 1}"
+
+    def row_of(self, item: int) -> tuple[int, int]:
+        """The number of the dataset that an item comes from, and that of its row there."""
+        store, place = self._place(item)
+        return store, int(self.stores[store].rows[place])
 
     @cached_property
     def lengths(self) -> Index:
@@ -186,9 +190,13 @@ class ExampleStream:
 
     def origin(self, item: int) -> str:
         """The row that a known item comes from, for messages."""
+        part, row = self.row_of(item)
+        return f"row {row} (the first is 0) of {self.parts[part].rows.name}"
+
+    def row_of(self, item: int) -> tuple[int, int]:
+        """The number of the dataset that a known item comes from, and that of its row there."""
         shard = bisect_right(self._ends, item)
-        row = self._store(shard).rows[item - self._start(shard)]
-        return f"row {row} (the first is 0) of {self.parts[self._place(shard)[0]].rows.name}"
+        return self._place(shard)[0], int(self._store(shard).rows[item - self._start(shard)])
 
     def describe(self, shards: int) -> Description:
         """The items of the first ``shards`` shards, for a checkpoint; waits for these."""

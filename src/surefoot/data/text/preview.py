@@ -116,7 +116,7 @@ def _spans(codec: Codec, item: Features) -> list[TextSpan]:
 def _responses(item: Features) -> list[str | None]:
     """For each token, the response of a pair that contains it."""
     lengths = item.get("lengths", (len(item["input_ids"]),))  # prompt, chosen, rejected
-    names = (None, "chosen", "rejected")
+    names = (None, "chosen", "rejected") if len(lengths) > 2 else (None, None)
     return [name for name, length in zip(names, lengths, strict=False) for _ in range(length)]
 
 

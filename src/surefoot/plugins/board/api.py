@@ -200,6 +200,20 @@ def _arguments(root: Path, body: CheckpointBody) -> list[str]:
     return ["export", *paths, typed(root, new_inside(root, body.out))]
 
 
+class StepBody(PageBody):
+    """A step of a run."""
+
+    run: str = Field(max_length=4096)
+    step: int = Field(ge=1)
+
+
+@routes.post("/rows")
+async def rows(body: StepBody, board: OfBoard) -> Answer:
+    """Start a command that names the rows of a step."""
+    folder = typed(board.root, run_inside(board.root, body.run))
+    return board.commands.start("rows", folder, "--step", str(body.step)).as_data()
+
+
 @routes.get("/job")
 def job(number: int, board: OfBoard) -> Answer:
     """A command, with its answer if it has ended."""

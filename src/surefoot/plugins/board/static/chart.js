@@ -8,10 +8,10 @@ const DARK = ["#63c79d", "#f0a165", "#7db4f5", "#cf94e3", "#e2c25a", "#f28b82", 
 export const color = (place) => (document.documentElement.dataset.theme === "dark" ? DARK : LIGHT)[place % LIGHT.length];
 
 export class Chart {
-  // `zoomed` is called with the first and last step that a drag chose, or with nothing to show all.
-  constructor(title, { sync, zoomed, wide, height = 210 } = {}) {
+  // `zoomed` is called with the first and last step that a drag chose, or with nothing to show all; `picked` with the step of a click.
+  constructor(title, { sync, zoomed, picked, wide, height = 210 } = {}) {
     this.title = title;
-    this.options = { sync, zoomed, height };
+    this.options = { sync, zoomed, picked, height };
     this.legend = h("div.legend");
     this.box = h("div.plot", { role: "img", "aria-label": title, tabindex: zoomed ? 0 : null, onkeydown: (e) => this.key(e) });
     this.element = h(`section.chart${wide ? ".wide" : ""}`, {}, h("h2", {}, title), this.legend, this.box);
@@ -64,6 +64,10 @@ export class Chart {
         }],
       },
     }, table, this.box);
+    this.plot.over.addEventListener("click", () => { // which uPlot keeps back at the end of a drag
+      const { idx } = this.plot.cursor;
+      if (idx !== null && idx !== undefined) this.options.picked?.(this.plot.data[0][idx]);
+    });
   }
 
   // The same as a drag, by keys.

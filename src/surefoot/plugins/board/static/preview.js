@@ -24,7 +24,7 @@ export async function command(panel, starting, show) {
     }
     const isWrong = (job.result ?? null) === null && job.code !== 0;
     replace(panel, h("div.command", {}, h("code", { tabindex: 0 }, job.command)),
-      h("div", { style: { marginTop: "14px" } }, isWrong ? h("div.note.bad", { role: "alert" }, (job.error || job.output || t("cancelled")).trim()) : show(job.result)));
+      h("div", { style: { marginTop: "14px" } }, isWrong ? h("div.note.bad", { role: "alert" }, (job.error || job.output || t("cancelled")).trim()) : show(job.result, job.output)));
     return job;
   } catch (error) {
     replace(panel, h("div.note.bad", { role: "alert" }, error.message));

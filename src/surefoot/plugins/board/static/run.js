@@ -6,7 +6,7 @@ import { checkpoints } from "./checkpoints.js";
 import { ask, h, redraw, replace, table, toast } from "./dom.js";
 import { badge, bytes, duration, evidence, integer, moment, NONE, number, stateOf } from "./format.js";
 import { t } from "./i18n.js";
-import { recipesOf } from "./preview.js";
+import { command, recipesOf } from "./preview.js";
 import { samples } from "./samples.js";
 
 const TABS = { curves: "Curves", samples: "Samples", checkpoints: "Checkpoints", log: "Log", recipe: "Recipe" };
@@ -105,8 +105,15 @@ export async function page(body, { run, tab = "curves" }) {
     const log = h("button", { "aria-pressed": String(view.log), onclick: () => { view.log = !view.log; log.setAttribute("aria-pressed", view.log); keep(); draw(); } }, t("Log scale"));
     const slider = h("input", { type: "range", min: 0, max: 6, step: 1, value: view.half ? Math.log2(view.half) + 1 : 0, "aria-label": t("Smoothing"), oninput: (e) => { view.half = Number(e.target.value) ? 2 ** (e.target.value - 1) : 0; keep(); fetchAll(); } });
     const whole = h("button", { hidden: true, onclick: () => zoom() }, t("Show all"));
+    const rows = h("div.panel", { hidden: true }), step = h("input", { type: "number", min: 1, style: { width: "84px" }, "aria-label": t("Step") });
+    function rowsOf(number) {
+      step.value = number;
+      rows.hidden = false;
+      command(rows, post("api/rows", { run, step: Number(number) }), (_, text) => h("pre.log", { tabindex: 0, "aria-label": t("Rows of this step") }, text));
+    }
     replace(content, h("div.row", {}, log, h("label.row.soft", {}, t("Smoothing"), slider), h("div.grow"), whole,
-      h("span.soft.small", {}, t("Drag, or + and −, to zoom; arrow keys to move; 0 to show all."))), grid);
+      h("span.soft.small", {}, t("Drag, or + and −, to zoom; arrow keys to move; 0 to show all.")), h("label.row.soft.writes", {}, t("Step"), step),
+      h("button.writes", { title: t("Also by a click on a point of the loss"), onclick: () => { if (step.value) rowsOf(step.value); } }, t("Rows of this step"))), rows, grid);
     let isBusy = false, isStale = false, found = {};
 
     function zoom(low, high) {
@@ -150,7 +157,7 @@ export async function page(body, { run, tab = "curves" }) {
       if (!charts.size) replace(grid);
       for (const [base, names] of all) {
         if (!charts.has(base)) {
-          const chart = new Chart(t(LABELS[base] || base), { sync: "run", zoomed: zoom, wide: base === "loss", height: base === "loss" ? 300 : 190 });
+          const chart = new Chart(t(LABELS[base] || base), { sync: "run", zoomed: zoom, picked: base === "loss" ? rowsOf : undefined, wide: base === "loss", height: base === "loss" ? 300 : 190 });
           charts.set(base, chart);
           grid.append(chart.element);
         }

@@ -221,6 +221,8 @@ export const ZH = {
   "Ended {time}.": "结束于{time}。",
   "{n} did not start": "{n} 个未能启动",
   "Delete": "删除",
+  "Rows of this step": "此步的数据行",
+  "Also by a click on a point of the loss": "也可点击损失曲线上的点",
   "Stop the run": "停止运行",
   "Train the demo": "训练演示模型",
   "A small model learns to read orders: about two minutes on two cores, without a network.": "一个小模型学习读取订单：两个核心上约两分钟，无需网络。",
