@@ -34,13 +34,14 @@ ON_THE_HOST = {
     "optim/_rules/few_bits.py": {"means", "-means"},
     "parallel/world.py": {"totals", "maxima", "by_axis.flatten(end_dim=-2)"},
     "run/from_python.py": {"value", "tensor.detach()"},
+    "run/row_gradients.py": {"rows.items"},
     "run/rows_record.py": {"rows[start:len(rows) - end]"},
     "stages/_kto.py": {"matched", "of_pairs", "context.reduce(POLICY, pairs, log_probabilities)"},
     "training/context.py": {"self.reduce(role, items, _scores)"},
     "training/conversations.py": {"each.logps"},
     "training/kept_rollouts.py": {"computed.logps"},
     "training/precompute.py": {"np.cumsum([0, *map(len, window_set.windows.values())])"},
-    "training/step.py": {"self.values", "pending.values"},
+    "training/step.py": {"self.values", "pending.values", "values"},
     "training/windows.py": {"column['lengths']"},
 }
 CONVERTED = {

@@ -11,6 +11,7 @@ import pytest
 
 import commands
 from project import Project, start, surefoot
+from surefoot.checkpoint.disk.commit import committed, step_of
 from surefoot.run.goodput import PARTS, ledger_of
 from surefoot.training.callbacks.launches import HEARTBEAT, NAME
 
@@ -137,6 +138,13 @@ def test_a_run_that_trains_is_told_up_to_its_heartbeat(tmp_path):
     assert (ledger.step, ledger.wall) == (15, 40)
 
 
+def test_a_heartbeat_from_before_the_last_log_is_no_rollback(tmp_path):
+    beat = at("heartbeat", 0, 9, training=19.5)
+    parts, ledger = written(tmp_path, launch(0), at("log", 0, 10, training=20.0), beat=beat)
+    assert parts == {"trained": 20, "starting": 10}
+    assert (ledger.step, ledger.num_repeated_steps, ledger.wall) == (10, 0, 30)
+
+
 def test_launches_of_earlier_versions_are_not_recorded(tmp_path):
     old = {"event": "launch", "time": 0.0, "resumed_from": None}
     parts, _ = written(tmp_path, old, {"event": "end", "time": 60.0, "step": 5})
@@ -158,7 +166,8 @@ def killed(project, num_kills, seconds, rng):
     end = 10**6
     for number in range(num_kills + 1):
         if number == num_kills:
-            end = json.loads((project.run / HEARTBEAT).read_text())["step"] + 20
+            beat = json.loads((project.run / HEARTBEAT).read_text())["step"]
+            end = max(beat, *map(step_of, committed(project.run)), 0) + 20
         process = start("train", project.recipe, f"train.max_steps={end}")
         if number < num_kills:
             deadline = time.monotonic() + 120
@@ -192,7 +201,8 @@ def evaluated(folder, **train):
     return Project(
         folder,
         data={"val_size": 4},
-        train={"eval_steps": 50, **train},
+        # so that the 20 steps of the last launch evaluate and save, wherever a kill was
+        train={"eval_steps": 20, **train},
         checkpoint={"save_steps": 20},
     )
 

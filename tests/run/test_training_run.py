@@ -70,6 +70,8 @@ def test_the_run_folder_tells_the_whole_story(tmp_path):
         "launches.jsonl",
         ".heartbeat.json",
         "rows.xxh",
+        "steps.bin",
+        "rows.f32",
     }
     assert load(project.run / "recipe.yaml") == load(project.recipe)
     results = json.loads((project.run / "all_results.json").read_text())

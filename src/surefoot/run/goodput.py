@@ -135,6 +135,10 @@ def _ledger_of(rows: list[Row], beat: Row) -> Ledger:
             is_other = row["event"] == "heartbeat" and row.get("began") != launches[-1][0].get(
                 "began"
             )
+            # It may be from before the last log; that would look like a rollback.
+            is_other |= (
+                row["event"] == "heartbeat" and row.get("time", 0) < launches[-1][-1]["time"]
+            )
             if not is_other and launches[-1][-1]["event"] != "end":
                 launches[-1].append(row)
     ledger, ended = Ledger(), 0.0

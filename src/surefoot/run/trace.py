@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.module_tracker import ModuleTracker
 
 from ..errors import RunError
+from ..parallel.progress import wait_for_ranks
 from ..storage import files
 from ..training.arguments import Context
 from ..training.callback import TrainerControl, TrainerState
@@ -81,7 +82,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         hashed = files.Hash()
         for tensor in written:
             plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-            flat = plain.detach().resolve_neg().cpu().contiguous().flatten()
+            flat = wait_for_ranks(plain.detach().resolve_neg().cpu).contiguous().flatten()
             hashed.update(flat.view(torch.uint8).numpy().data)
         innermost = max(self.modules.parents, key=lambda name: (name.count("."), name))
         module = innermost.partition(".")[2]

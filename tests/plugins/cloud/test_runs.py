@@ -124,7 +124,9 @@ def test_a_mounted_folder_is_a_store_too(project, whole, tmp_path):
         "loss.png",
         "metrics.jsonl",
         "recipe.yaml",
+        "rows.f32",
         "rows.xxh",
+        "steps.bin",
     ]
     last = (tmp_path / "mounted/run/launches.jsonl").read_text().splitlines()[-1]
     assert json.loads(last)["outcome"] == "complete", "the record is there before the last upload"
