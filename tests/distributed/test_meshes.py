@@ -205,10 +205,18 @@ def test_weights_and_moments_keep_their_precision(dtype, tmp_path):
 
 @pytest.mark.proof
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_from_8_to_4_to_1_to_2_to_8_processes(method, dtype, tmp_path):
-    changes = {**SIZES, "method": METHODS[method], "dtype": dtype}
+@pytest.mark.parametrize(
+    ("dtype", "kind", "close"),
+    [
+        (torch.float32, "qwen2", CLOSE_FLOAT32),
+        # Its norms compute in the type of the weights. Those of the other round to float32, so
+        # that a sum in another order may be another float: 1e-8 on some processors.
+        (torch.float64, "starcoder2", 1e-12),
+    ],
+)
+def test_from_8_to_4_to_1_to_2_to_8_processes(method, dtype, kind, close, tmp_path):
+    changes = {**SIZES, "kind": kind, "method": METHODS[method], "dtype": dtype}
     alone = learn(trainer(ALONE, tmp_path, **changes), 2 * len(CHAIN))
     found = follow(CHAIN, tmp_path, steps=2, **changes)
-    worst = furthest(found, alone, CLOSE if dtype == torch.float64 else CLOSE_FLOAT32)
+    worst = furthest(found, alone, close)
     print(f"\nfigures: chain {method} {dtype}: {worst:.1e}")
