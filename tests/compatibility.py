@@ -39,9 +39,8 @@ ENVIRONMENTS = {
 def oldest():
     """The lower bound of each library that the table shows, as pip's arguments."""
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
-    bounds = dict(
-        re.match(r"([\w-]+)>=([\d.]+)", each).groups() for each in project["dependencies"]
-    )
+    found = (re.match(r"([\w-]+)>=([\d.]+)", each) for each in project["dependencies"])
+    bounds = dict(each.groups() for each in found if each)
     return [f"{name}=={bounds[name]}.*" for name in SHOWN]
 
 
