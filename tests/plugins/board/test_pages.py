@@ -101,6 +101,22 @@ def test_curves_are_live_zoomed_and_on_a_log_scale(page, server, root):
     page.wait_for("1 line is not a record")
 
 
+def test_a_click_on_a_point_of_the_loss_asks_for_the_rows_of_its_step(page, server):
+    page.size(1280, 900)
+    show(page, server, "#/run?run=runs/one")
+    page.wait("return document.querySelectorAll('canvas').length >= 4")
+    middle = page.run(
+        "const { left, top, width, height } = document.querySelector('.u-over')"
+        ".getBoundingClientRect(); return [left + width / 2, top + height / 2]"
+    )
+    button = {"button": "left", "clickCount": 1}
+    for kind, more in (("mouseMoved", {}), ("mousePressed", button), ("mouseReleased", button)):
+        page.cdp("Input.dispatchMouseEvent", type=kind, x=middle[0], y=middle[1], **more)
+    field = "document.querySelector('input[type=number][aria-label=Step]').value"
+    page.wait(f"return Math.abs(Number({field}) - 150) <= 20")
+    page.wait_for("has no metrics of its steps and rows")  # a run of an earlier version
+
+
 def test_what_a_dataset_or_a_model_says_is_text(page, server):
     show(page, server, "#/run?run=runs/one&tab=samples")
     page.wait_for(EVIL)
