@@ -181,8 +181,9 @@ def _as_positions(
     if len(batch.labels) > 1:
         of_head, inverse = np.unique(columns, return_inverse=True)
         among = here(inverse)
-    places = here(labels), here(rows), here(columns), here(of_head)
-    return TrainedPositions(*places, among, here(lengths))
+    return TrainedPositions(
+        here(labels), here(rows), here(columns), here(of_head), among, here(lengths)
+    )
 
 
 def _before(batch: Batch) -> np.ndarray:

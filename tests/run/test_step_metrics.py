@@ -258,9 +258,12 @@ def test_a_loss_from_python_may_give_rows_or_none(tmp_path):
 
 
 @PROOF
-def test_two_ranks_record_what_one_does(tmp_path):
+@pytest.mark.parametrize(
+    "mesh", [{"num_processes": 2}, *({axis: 2} for axis in ("dp_shard", "tp", "pp"))], ids=str
+)
+def test_two_ranks_record_what_one_does(mesh, tmp_path):
     one = trained(tmp_path / "one").run
-    project = made(tmp_path / "two", parallel={"num_processes": 2})
+    project = made(tmp_path / "two", parallel={"num_processes": 2, **mesh})
     process = start("train", project.recipe)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err

@@ -4,15 +4,21 @@ run are equal to the bit."""
 import json
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 import surefoot
 from project import Project
 from project import surefoot as command
 from surefoot.cli.main import main
-from surefoot.run.trace import Operation, TraceReport
+from surefoot.errors import RunError
+from surefoot.parallel.world import ALONE
+from surefoot.run.replay import ReplayPlan, compute
+from surefoot.run.trace import Operation, Trace, TraceReport
+from surefoot.training.callback import TrainerState
 
 
 def replayed(*words):
@@ -113,6 +119,25 @@ def test_a_report_says_which_steps_are_equal(run, tmp_path):
     assert (sixth["step"], sixth["equal"], sixth["computed_from"]) == (6, False, 5)
     assert "step 6 is the first that differs" in "\n".join(sixth["said"])
     assert replayed(run, "--every", 4)[0] == 0
+
+
+def test_steps_of_other_ranks_are_not_computed_on_these(run, tmp_path):
+    """Such as by --every, of a run that has changed its ranks."""
+    plan = ReplayPlan.of(run, 6, 6)
+    [arm] = plan.arms
+    launch = replace(arm.launch, facts={**arm.launch.facts, "ranks": 2})
+    with pytest.raises(RunError, match="to 6 were computed on 2 ranks; start as many"):
+        compute(replace(plan, arms=[replace(arm, launch=launch)]), tmp_path, ALONE)
+
+
+def test_a_step_without_an_update_is_not_watched_twice():
+    trace, state = Trace(1), TrainerState()
+    for _ in range(2):  # the first led back to a checkpoint, so it had no end
+        trace.on_step_begin(None, state, None)
+    ones = torch.ones(2) + 1
+    trace.on_step_end(None, state, None)
+    ones += 1
+    assert [each.name for each in trace.operations].count("aten.add.Tensor") == 1
 
 
 def an(name, result="1", module="layer"):

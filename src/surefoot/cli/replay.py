@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import RunError, counted
-from ..storage.files import write_new
+from ..storage.files import raising, write_new
 from ..storage.remote import Address, default_cache, is_address
 from ..terminal_text import visible
 from .loading import loading, start_ranks
@@ -130,12 +130,12 @@ class _Computing:
             scratch_folder(self.run, self.scratch, self.world) as folder,
             watched(self.world, self.parallel, folder) as world,
         ):
-            found = compute(plan, folder, world, watching=watching)
+            result = compute(plan, folder, world, watching=watching)
             world.wait()
-        if found.signal is not None:
-            self.say(*lines_of(found))
-            raise SystemExit(128 + found.signal)
-        return found
+        if result.signal is not None:
+            self.say(*lines_of(result))
+            raise SystemExit(128 + result.signal)
+        return result
 
     def say(self, *lines: str) -> None:
         """Print ``lines``, on one rank."""
@@ -155,26 +155,26 @@ def _look(
     """Replay steps, watched as the options say; returns whether all that was compared is equal."""
     from ..run.row_gradients import RowGradients
     from ..run.surroundings import differences
-    from ..run.trace import SavedTrace, Trace
+    from ..run.trace import SavedTrace, Trace, TraceReport
 
     before = None if compare is None else SavedTrace.read(compare, first, last)
     rows = RowGradients(first)
     with closing(Trace(first)) as watch:
         wanted = ((watch, trace or compare), (rows, has_rows))
         watching = [watcher for watcher, is_wanted in wanted if is_wanted]
-        found = computing.steps(first, last, watching)
-    computing.say(*lines_of(found), *of_rows(first, rows.measured))
+        result = computing.steps(first, last, watching)
+    computing.say(*lines_of(result), *of_rows(first, rows.measured))
     if trace is not None and computing.world.is_main:
-        watch.save(trace, found.surroundings)
+        watch.save(trace, result.surroundings)
         operations = counted(len(watch.operations), "operation")
         computing.say(f"{trace}: {operations}; compare them with --compare {trace}")
     if before is None:
-        return found.is_equal
-    compared = before.compared(watch.operations)
+        return result.is_equal
+    compared = TraceReport.of(before.operations, watch.operations)
     computing.say(*of_operations(compared))
-    if changes := differences(before.surroundings, found.surroundings):
+    if changes := differences(before.surroundings, result.surroundings):
         computing.say(f"other than in {compare}: {'; '.join(map(str, changes))}")
-    return found.is_equal and compared.is_equal
+    return result.is_equal and compared.is_equal
 
 
 def _at_intervals(place: str, every: int, report: Path | None, scratch: Path | None) -> int:
@@ -195,27 +195,28 @@ def _at_intervals(place: str, every: int, report: Path | None, scratch: Path | N
         for step in steps:
             try:
                 segments.append(_segment(step, computing.steps(step, step)))
-            except RunError as error:  # such as of a launch with other ranks
+            except RunError as error:  # such as of a launch on other ranks
                 segments.append({"step": step, "equal": None, "said": [str(error)]})
             computing.say(*segments[-1]["said"])
         num_equal = sum(segment["equal"] is True for segment in segments)
         computing.say(f"{num_equal} of {counted(len(steps), 'step')} equal to the bit")
         if world.is_main and report is not None:
             facts = {"run": str(run.absolute()), "every": every, "segments": segments}
-            write_new(report, json.dumps(facts, indent=1).encode())
+            with raising(RunError, f"--report {report}"):
+                write_new(report, json.dumps(facts, indent=1).encode())
     return int(num_equal < len(steps))
 
 
-def _segment(step: int, found: ReplayReport) -> dict[str, Any]:
+def _segment(step: int, result: ReplayReport) -> dict[str, Any]:
     """What a report says of a step."""
     return {
         "step": step,
-        "equal": found.is_equal,
-        "computed_from": found.plan.start_step + 1,
-        "equal_lines": found.num_equal,
-        "equal_tensors": len(found.tensors or ()) - len(found.odd_tensors),
-        "surroundings": found.surroundings,
-        "said": list(lines_of(found)),
+        "equal": result.is_equal,
+        "computed_from": result.plan.start_step + 1,
+        "equal_lines": result.num_equal,
+        "equal_tensors": len(result.tensors or ()) - len(result.odd_tensors),
+        "surroundings": result.surroundings,
+        "said": list(lines_of(result)),
     }
 
 
@@ -277,6 +278,4 @@ def ranks_of(run: Path, launch: Launch | None) -> Iterator[tuple[World, Parallel
         from ..parallel.world import joined
 
     with joined(parallel) as world:
-        if ranks not in (None, world.size):
-            raise RunError(f"{run}: these steps were computed on {ranks} ranks; start as many")
         yield world, parallel

@@ -131,15 +131,13 @@ def _ledger_of(rows: list[Row], beat: Row) -> Ledger:
         if row["event"] == "launch":
             launches.append([row])
         elif launches and row["event"] != "start":
-            # The last heartbeat of a launch that was killed is recorded by the next one.
-            is_other = row["event"] == "heartbeat" and row.get("began") != launches[-1][0].get(
-                "began"
+            first, last = launches[-1][0], launches[-1][-1]
+            # The last heartbeat of a launch that was killed is recorded by the next one; and one
+            # from before the last log would look like a rollback.
+            is_other = row["event"] == "heartbeat" and (
+                row.get("began") != first.get("began") or row.get("time", 0) < last["time"]
             )
-            # It may be from before the last log; that would look like a rollback.
-            is_other |= (
-                row["event"] == "heartbeat" and row.get("time", 0) < launches[-1][-1]["time"]
-            )
-            if not is_other and launches[-1][-1]["event"] != "end":
+            if not is_other and last["event"] != "end":
                 launches[-1].append(row)
     ledger, ended = Ledger(), 0.0
     for launch in launches:

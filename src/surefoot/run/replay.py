@@ -315,6 +315,12 @@ def compute(
     """Compute the steps of ``plan`` again in ``scratch``, and compare them. With ``companions``,
     the last state is saved as the run would have: after its evaluations, and with these files
     beside the weights. ``watching`` look on. A collective call."""
+    last = plan.arms[-1].launch  # all of a plan are on as many ranks
+    if last is not None and last.ranks != world.size:
+        raise RunError(
+            f"{plan.run}: the steps to {plan.last} were computed on {last.ranks} ranks; start as "
+            "many"
+        )
     plan = world.on_main(lambda: plan.held(scratch))
     start, records, trainer = plan.start, list[Record](), None
     saved = set() if plan.saved is None else {step_of(plan.saved)}

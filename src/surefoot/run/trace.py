@@ -113,6 +113,7 @@ class Trace(Watcher):
     def on_step_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
         """Watch the step that begins."""
         step = state.global_step + 1
+        self.close()  # a step without an update has no end
         if step >= self.first:
             modules = self._open.enter_context(ModuleTracker())
             self._open.enter_context(_Recorder(self.operations, step, modules))
@@ -128,7 +129,7 @@ class Trace(Watcher):
     def save(self, path: Path, surroundings: Mapping[str, Any]) -> None:
         """Write the trace: a line of JSON with the surroundings, and one for each operation."""
         lines = [{"format": _FORMAT, "surroundings": surroundings}, *map(astuple, self.operations)]
-        with files.raising(RunError):
+        with files.raising(RunError, f"--trace {path}"):
             files.write_new(path, "".join(f"{json.dumps(line)}\n" for line in lines).encode())
 
 
@@ -187,7 +188,3 @@ class SavedTrace:
             words = f"--step {steps[0]} --to {steps[-1]}" if steps else "of none"
             raise RunError(f"--compare {path}: is of other steps; its own are {words}")
         return saved
-
-    def compared(self, now: Sequence[Operation]) -> TraceReport:
-        """What the saved operations and those of ``now`` have in common."""
-        return TraceReport.of(self.operations, now)

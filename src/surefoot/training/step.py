@@ -90,8 +90,9 @@ class PendingMetrics:
             wait_for_ranks(self.sent.synchronize)
         loss, weight, tokens, *metrics, norm = self.values.tolist()
         by_name = dict(zip(self.names, metrics, strict=True))
-        sums = loss, weight, norm, self.learning_rate, by_name, int(tokens)
-        return StepMetrics(*sums, self.scale, self.rows)
+        return StepMetrics(
+            loss, weight, norm, self.learning_rate, by_name, int(tokens), self.scale, self.rows
+        )
 
 
 def all_or_none(steps: Sequence[PendingMetrics]) -> list[PendingMetrics]:
