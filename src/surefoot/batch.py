@@ -21,6 +21,12 @@ IGNORE_INDEX = -100  # a label that does not count; the value torch's cross entr
 Features = Mapping[str, Sequence[int]]
 
 
+def without_labels(example: Features) -> Features:
+    """The same example, fully masked: for a rank without examples, because all ranks of a sharded
+    model must run the same number of passes, and for a row that is left out of a step."""
+    return {**example, "labels": [IGNORE_INDEX] * len(example["labels"])}
+
+
 @dataclass(frozen=True)
 class TrainedPositions:
     """The trained labels of a batch, in reading order, and where they are predicted: K columns."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from signal import Signals
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,7 +19,7 @@ from ..storage.files import raising, write_new
 from ..storage.remote import Address, default_cache, is_address
 from ..terminal_text import visible
 from .loading import loading, start_ranks
-from .replay_text import lines_of, of_operations, of_rows
+from .replay_text import lines_of, of_both, of_operations, of_rows
 
 if TYPE_CHECKING:
     from ..parallel.section import ParallelSection
@@ -61,6 +62,12 @@ _SECONDS = 60.0  # of failures in a row, before a store is given up
     help="Where to work, if not beside RUN: as much room as a checkpoint takes.",
 )
 @click.option(
+    "--without",
+    multiple=True,
+    metavar="ROW",
+    help="Compute the steps without a row, too (FILE:LINE); may be given several times.",
+)
+@click.option(
     "--rows", "has_rows", is_flag=True, help="Show each row's share of the gradient of step N."
 )
 def replay(
@@ -70,6 +77,7 @@ def replay(
     every: int | None,
     report: Path | None,
     scratch: Path | None,
+    without: tuple[str, ...],
     **looks: Any,
 ) -> None:
     """Compute steps of RUN, the folder or URL of a run, again, and compare them with its log.
@@ -78,6 +86,7 @@ def replay(
     surefoot replay runs/orders --step 45
     surefoot replay runs/orders --step 41 --to 60
     surefoot replay runs/orders --step 45 --rows
+    surefoot replay runs/orders --step 45 --to 52 --without data/orders.jsonl:465
     surefoot replay runs/orders --every 100 --report replayed.json
 
     The steps are computed from the nearest checkpoint before N, or from the beginning, with the
@@ -93,8 +102,10 @@ def replay(
     if (first is None) == (every is None):
         raise click.UsageError("name the steps: --step N with or without --to M, or --every K")
     if every is not None:
-        if last is not None or any(looks.values()):
-            raise click.UsageError("--to, --rows, --trace and --compare are of --step alone")
+        if last is not None or without or any(looks.values()):
+            raise click.UsageError(
+                "--to, --rows, --without, --trace and --compare are of --step alone"
+            )
         raise click.exceptions.Exit(_at_intervals(place, every, report, scratch))
     if report is not None:
         raise click.UsageError("--report is of --every, not of --step")
@@ -104,9 +115,15 @@ def replay(
         raise click.UsageError(f"--to {last} is before --step {first}")
     if looks["has_rows"] and (looks["trace"] or looks["compare"]):
         raise click.UsageError("--rows computes more than the step has; trace it without")
+    if without and any(looks.values()):
+        raise click.UsageError("--without computes the steps twice; give it without other looks")
     run = local_run(place, first, last)
     with ranks_of(run, surrounded(run, last)) as (world, parallel):
-        is_equal = _look(_Computing(run, scratch, world, parallel), first, last, **looks)
+        computing = _Computing(run, scratch, world, parallel)
+        if without:
+            is_equal = computing.both((first, last), list(dict.fromkeys(without)))
+        else:
+            is_equal = _look(computing, first, last, **looks)
     if not is_equal:
         raise click.exceptions.Exit(1)
 
@@ -122,20 +139,41 @@ class _Computing:
 
     def steps(self, first: int, last: int, watching: Sequence[Watcher] = ()) -> ReplayReport:
         """Compute the steps from ``first`` to ``last``. A signal ends the command."""
-        from ..parallel.watchdog import watched
-        from ..run.replay import ReplayPlan, compute, scratch_folder
+        from ..run.replay import ReplayPlan, compute
 
         plan = self.world.on_main(lambda: ReplayPlan.of(self.run, first, last))
-        with (
-            scratch_folder(self.run, self.scratch, self.world) as folder,
-            watched(self.world, self.parallel, folder) as world,
-        ):
+        with self._folder() as (folder, world):
             result = compute(plan, folder, world, watching=watching)
             world.wait()
         if result.signal is not None:
             self.say(*lines_of(result))
             raise SystemExit(128 + result.signal)
         return result
+
+    def both(self, steps: tuple[int, int], rows: Sequence[str]) -> bool:
+        """Compute the first to the last of ``steps`` with and without ``rows``, and say what came
+        of it; returns whether nothing differs from the log. A signal ends the command."""
+        from ..run.counterfactual import compute_both
+
+        with self._folder() as (folder, world):
+            result = compute_both(self.run, steps, rows, folder, world)
+            world.wait()
+        if isinstance(result, Signals):
+            raise SystemExit(128 + result)
+        self.say(*lines_of(result.replay), *of_both(result))
+        return not result.replay.gaps and not result.replay.odd_tensors
+
+    @contextmanager
+    def _folder(self) -> Iterator[tuple[Path, World]]:
+        """A folder for what is computed, and the ranks that compute it, watched."""
+        from ..parallel.watchdog import watched
+        from ..run.replay import scratch_folder
+
+        with (
+            scratch_folder(self.run, self.scratch, self.world) as folder,
+            watched(self.world, self.parallel, folder) as world,
+        ):
+            yield folder, world
 
     def say(self, *lines: str) -> None:
         """Print ``lines``, on one rank."""

@@ -9,6 +9,7 @@ from ..errors import counted
 from ..terminal_text import one_line
 
 if TYPE_CHECKING:
+    from ..run.counterfactual import Counterfactual
     from ..run.replay import ReplayReport
     from ..run.row_gradients import RowGradient
     from ..run.trace import TraceReport
@@ -81,6 +82,38 @@ def of_rows(step: int, rows: Sequence[RowGradient]) -> Iterator[str]:
         yield f"    {one_line(row.text)}"
     if len(rows) > _ROWS:
         yield f"  and {len(rows) - _ROWS} more"
+
+
+def of_both(both: Counterfactual) -> Iterator[str]:
+    """Steps as they were beside those without some rows."""
+    rows, plan = ", ".join(both.rows), both.replay.plan
+    if both.steps:
+        yield f"without {rows}, of {counted(len(both.steps), 'step')}: {_list(both.steps)}"
+    else:
+        yield f"without {rows}: steps {plan.first} to {plan.last} do not have it"
+    before, without = both.before, both.without
+    yield "  step   as it was    without   difference   grad_norm as it was, without"
+    for step, loss in before.losses.items():
+        other, norms = without.losses[step], (before.norms[step], without.norms[step])
+        yield (
+            f"{step:6d} {loss:10.6g} {other:10.6g} {other - loss:+12.2e}   "
+            f"{norms[0]:.4g}, {norms[1]:.4g}"
+        )
+    yield "the losses are means over what both have in common"
+    for name, value in before.evaluation.items():
+        other = without.evaluation[name]
+        yield f"  {name} after step {plan.last}: {value:.6g}, {other:.6g}, {other - value:+.2e}"
+    if not before.evaluation:
+        yield "the run evaluates nothing (data.eval_datasets), so nothing says what is learned"
+    yield (
+        "both arms have the same state, other rows and random numbers: what differs is what the "
+        "rows did to these steps, and not what they do in another order or to a whole run"
+    )
+
+
+def _list(steps: Sequence[int]) -> str:
+    more = f" and {len(steps) - _SHOWN} more" if len(steps) > _SHOWN else ""
+    return ", ".join(map(str, steps[:_SHOWN])) + more
 
 
 def _nothing(report: ReplayReport) -> str:

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 
-from ..batch import Probe
+from ..batch import Probe, without_labels
 from ..checkpoint.loading import load as load_checkpoint
 from ..checkpoint.section import CheckpointSection
-from ..data.order.micro_batches import Collation, without_labels
+from ..data.order.micro_batches import Collation
 from ..data.section import DataSection
 from ..data.text.codec import Codec
 from ..data.text.collation import collate

@@ -7,13 +7,13 @@ each row is run alone, and put back, as random numbers are: the steps after it s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
-from ..batch import Batch, Features, Loss, Outputs, with_router_loss
+from ..batch import Batch, Features, Loss, Outputs, Window, with_router_loss
 from ..checkpoint.state.states import RandomState
 from ..data.section import DataSection
 from ..data.text.preview import as_line
@@ -97,7 +97,7 @@ class RowGradients(Watcher):
         if (rows := trainer.windows.step_rows) is not None:
             places = row_places(section, rows.source, rows.items.tolist())
         codec = trainer.evaluation.context((0, 0)).codec
-        with _set_aside(trainer) as of_step:
+        with set_aside(trainer) as of_step:
             length = math.sqrt(_product(of_step, of_step))
             for place, item in zip(places, examples, strict=True):
                 loss = _run_alone(trainer, item)
@@ -110,17 +110,24 @@ class RowGradients(Watcher):
 
 def _run_alone(trainer: Trainer, item: Features) -> Loss:
     """Leave the gradient of one row in the parameters."""
-    learner, stage = trainer.policy, trainer.stage
     for parameter in _gradients(trainer):
         parameter.grad = None
+    (loss,) = run_again(trainer, [trainer.windows.loader.batching.collation.batch([item])])
+    return loss
+
+
+def run_again(trainer: Trainer, window: Window) -> Sequence[Loss]:
+    """Add the gradient of micro-batches to those in the parameters, with the random numbers that
+    micro-batches of this step draw."""
+    stage, section, step = trainer.stage, trainer.section, trainer.state.global_step
 
     def loss_of(outputs: Outputs, batch: Batch) -> Loss:
         return with_router_loss(stage.loss(POLICY, outputs, batch), outputs)
 
-    seed_everything(trainer.section.seed, trainer.state.global_step, 0, *trainer.world.draws)
-    window = [trainer.windows.loader.batching.collation.batch([item])]
-    (loss,) = learner.step.run_window(window, loss_of, before=lambda _: None, after=lambda _: None)
-    return loss
+    def before(index: int) -> None:
+        seed_everything(section.seed, step, index, *trainer.world.draws)
+
+    return trainer.policy.step.run_window(window, loss_of, before=before, after=lambda _: None)
 
 
 def _gradients(trainer: Trainer) -> Gradients:
@@ -129,10 +136,13 @@ def _gradients(trainer: Trainer) -> Gradients:
 
 
 @contextmanager
-def _set_aside(trainer: Trainer) -> Iterator[Gradients]:
-    """The gradients of the step, which are in the parameters again afterwards."""
+def set_aside(trainer: Trainer) -> Iterator[Gradients]:
+    """The gradients of the step, which are in the parameters again afterwards, as the random
+    numbers to draw are."""
     random, of_step = RandomState(), _gradients(trainer)
     drawn = random.state_dict()
+    for parameter in of_step:
+        parameter.grad = None
     try:
         yield of_step
     finally:

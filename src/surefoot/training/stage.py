@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, TypeAlias
 
-from ..batch import Batch, Features, Loss, Outputs, OutputSpec
+from ..batch import Batch, Features, Loss, Outputs, OutputSpec, without_labels
 from ..data.example import Encoded, Example
 from ..data.section import DataSection
 from ..data.text.collation import collate as packed_or_padded
@@ -186,6 +186,11 @@ class Stage(ABC):
     def prepare(self, context: StageContext, examples: Sequence[Features]) -> Prepared:
         """What to train on of a global window: rollouts, advantages, metrics of the window."""
         return Prepared(examples)
+
+    def without(self, row: Features) -> Features | None:
+        """What stands in the place of a row that is left out of its step: as long, with no loss and
+        no weight. None: nothing can, as what is trained is sampled, and differs then."""
+        return None if self.max_new_tokens else without_labels(row)
 
     @abstractmethod
     def loss(self, role: str, outputs: Outputs, batch: Batch) -> Loss:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property, partial
@@ -50,12 +51,21 @@ Position = tuple[int, int]  # epoch, and index in it
 Made = TypeVar("Made")
 
 
+@dataclass(frozen=True)
+class LeftOut:
+    """Items that nothing is learned of, and what stands in the place of each."""
+
+    items: AbstractSet[int]
+    without: Callable[[Features], Features]
+
+
 @dataclass(frozen=True, eq=False)
 class WindowExamples(Sequence[Features]):
     """The examples of one global window; each is read from its store when it is used."""
 
     source: EncodedDataset | ExampleStream
     items: Index
+    left_out: LeftOut | None = None
 
     def __len__(self) -> int:
         return len(self.items)
@@ -68,8 +78,12 @@ class WindowExamples(Sequence[Features]):
 
     def __getitem__(self, index: int | slice) -> Features | WindowExamples:
         if isinstance(index, slice):
-            return WindowExamples(self.source, self.items[index])
-        return self.source[int(self.items[index])]
+            return replace(self, items=self.items[index])
+        item = int(self.items[index])
+        features, left_out = self.source[item], self.left_out
+        if left_out is None or item not in left_out.items:
+            return features
+        return left_out.without(features)
 
     @cached_property
     def lengths(self) -> Index:

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ...batch import IGNORE_INDEX, Batch, Features, Window
+from ...batch import Batch, Features, Window, without_labels
 from ...errors import DataError
 from ...log import fell_back
 from ..data_order import Index
@@ -172,12 +172,6 @@ class Batching:
         groups = self.groups(lengths, made)
         collation = self.collation.among(examples, self.world_size)
         return [collation.batch_of(group, examples, spares) for group in groups]
-
-
-def without_labels(example: Features) -> Features:
-    """The same example, fully masked: for a rank without examples, because all ranks of a sharded
-    model must run the same number of passes."""
-    return {**example, "labels": [IGNORE_INDEX] * len(example["labels"])}
 
 
 def in_turn(num_items: int, size: int, rank: int, world_size: int) -> Iterator[Index]:
