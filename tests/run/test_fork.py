@@ -1,6 +1,7 @@
 """A fork continues a run after any step, saved or not; unchanged it ends in the run's bits, and it
 needs nothing of the run."""
 
+import errno
 import json
 import shutil
 import signal
@@ -10,10 +11,12 @@ import pytest
 from click.testing import CliRunner
 
 import surefoot
-from project import Project, assert_same, checkpoints, final_weights, metrics, start
+from crash.system import DEAD, System, dies_within, fails
+from project import Project, assert_same, checkpoints, final_weights, in_child, metrics, start
 from surefoot.checkpoint.disk.retention import origin_of, pinned
 from surefoot.checkpoint.looking.listing import list_run
 from surefoot.cli.main import main
+from surefoot.storage import files
 from surefoot.training.callbacks.metric_files import repeatable
 
 LORA = {"lora": {"rank": 2, "dropout": 0.1}}
@@ -116,3 +119,46 @@ def test_a_killed_fork_leaves_no_run_and_the_next_one_cleans_up(project, tmp_pat
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == []
     assert said("fork", project.run, new, "--step", "7")[0] == 0
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
+def seen(run):
+    return {p: (p.stat().st_size, p.stat().st_mtime_ns, p.stat().st_nlink) for p in run.rglob("*")}
+
+
+def forked_with(system, run, new, step):
+    """The exit code of a fork, in a process of its own."""
+
+    def work():
+        files.os = system
+        code, _ = said("fork", run, new, "--step", step)
+        (new.parent / "calls").write_text(str(len(system.seen)))
+        if code:
+            raise SystemExit(code)
+
+    return in_child(work)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("fault", [dies_within, fails(errno.ENOSPC)], ids=["killed", "full"])
+@pytest.mark.parametrize("step", [4, 7])
+def test_a_fault_at_ten_places_leaves_the_run_and_no_half_a_fork(step, fault, project, tmp_path):
+    """Killed, or with a full disk: what is there is a whole fork, or none, and a second one is."""
+    shutil.copytree(project.run, tmp_path / "run")
+    run, before = tmp_path / "run", seen(project.run)
+    for name in ("first", "count"):  # the first one may find less in caches than the others
+        assert forked_with(System(), project.run, tmp_path / name, step) == 0
+    calls = int((tmp_path / "calls").read_text())
+    whole = {p.relative_to(tmp_path / "count") for p in (tmp_path / "count").rglob("*")}
+    for number in range(10):
+        new = tmp_path / f"new-{number}"
+        code = forked_with(System(fault, calls * number // 10), project.run, new, step)
+        assert code == DEAD if fault is dies_within else code in (0, 1), number
+        if not new.exists():
+            assert forked_with(System(), project.run, new, step) == 0
+        assert {p.relative_to(new) for p in new.rglob("*")} == whole
+        assert not [p.name for p in tmp_path.iterdir() if p.name.startswith(f".{new.name}")]
+        surefoot.train(new)
+        assert_same(final_weights(new), final_weights(run))
+    assert seen(project.run).keys() == before.keys()
+    for path, (size, written, _) in seen(project.run).items():
+        assert (size, written) == before[path][:2] or path.is_dir()

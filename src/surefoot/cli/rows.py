@@ -43,15 +43,15 @@ def rows(place: str, step: int | None, count: int) -> None:
         from ..run.parts import RunParts
         from ..use.row_metrics import RunRows
     run_rows = RunRows.of(run, RunParts.unopened(recipe))
-    lines = _of_step(run_rows, step, count) if step else _of_run(run_rows, count)
+    lines = _of_step(run_rows, step, count) if step else _of_run(place, run_rows, count)
     for line in lines:
         click.echo(one_line(line))
 
 
-def _of_run(run_rows: RunRows, count: int) -> Iterator[str]:
+def _of_run(place: str, run_rows: RunRows, count: int) -> Iterator[str]:
     epochs, items = run_rows.table.shape
     total = f"{counted(items, 'row')} in {counted(epochs, 'epoch')}"
-    yield f"{run_rows.run}: {total}; of each the {run_rows.metric}"
+    yield f"{place}: {total}; of each the {run_rows.metric}"
     yield "furthest from the rows around them:"
     yield from _shown(run_rows, run_rows.worst(count))
     if epochs > 1:
