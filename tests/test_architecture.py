@@ -13,7 +13,7 @@ from source_trees import TREES as FILES
 # Heavy third parties that may be imported inside the one function that needs them; in the command
 # line and in the commands of plugins, everything may, so that `--help` stays instant.
 LAZY = {"peft", "datasets", "matplotlib", "tensorboard", "pandas", "psutil", "PIL"}
-LAZY |= {"torch.utils.tensorboard", "fsspec", "pyarrow", "torchao"}
+LAZY |= {"torch.utils.tensorboard", "fsspec", "botocore", "pyarrow", "torchao"}
 LAZY |= {"wandb", "mlflow", "mlflow.entities", "swanlab", "trackio"}
 LAZY |= {"jieba", "nltk.translate.bleu_score", "rouge_chinese", "sacrebleu.metrics.bleu"}
 LAZY |= {"modelscope_hub", "mindspore", "llguidance", "llguidance.hf", "gguf", "importlib.metadata"}

@@ -23,7 +23,7 @@ Features = Mapping[str, Sequence[int]]
 
 def without_labels(example: Features) -> Features:
     """The same example, fully masked: for a rank without examples, because all ranks of a sharded
-    model must run the same number of passes, and for a row that is left out of a step."""
+    model must run the same number of passes, and for a row that is omitted from a step."""
     return {**example, "labels": [IGNORE_INDEX] * len(example["labels"])}
 
 

@@ -2,7 +2,7 @@
 these rows.
 
 Order, lengths, packing and random numbers are the same in both arms, so what differs comes from the
-rows alone: without a row of theirs, the steps are equal to the bit. A step without a row is the
+rows alone: where none of them is, the steps are equal to the bit. A step without a row is the
 mean over those that are left, as of a run that never had it.
 """
 
@@ -16,7 +16,7 @@ from signal import Signals
 
 import torch
 
-from ..data.order.loader import LeftOut
+from ..data.order.loader import Omitted
 from ..data.section import DataSection
 from ..data.training_data import row_places
 from ..errors import RunError
@@ -31,7 +31,7 @@ from .row_gradients import run_again, set_aside
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ArmMetrics:
     """What the steps of one arm came to."""
 
     losses: Mapping[int, float]  # mean of each step, over the rows in common
@@ -46,8 +46,8 @@ class Counterfactual:
     replay: ReplayReport  # as they were
     rows: Sequence[str]
     steps: Sequence[int]  # which have these rows
-    before: Outcome
-    without: Outcome
+    before: ArmMetrics
+    without: ArmMetrics
 
     @property
     def start_step(self) -> int:
@@ -64,14 +64,14 @@ class _Arm(Watcher):
     _: KW_ONLY
     is_without: bool
     steps: list[int] = field(default_factory=list)  # as they were, which have these rows
-    outcome: Outcome = field(init=False)
+    outcome: ArmMetrics = field(init=False)
     _trainer: Trainer | None = None
-    _left_out: LeftOut | None = None
+    _omitted: Omitted | None = None
     _common: dict[int, float] = field(default_factory=dict)  # mean loss without the rows
 
     def watch(self, trainer: Trainer, section: DataSection) -> None:
-        """Find the rows. Raises ``RunError``: there is none of this name, or none can be left out
-        of the steps of this stage."""
+        """Find the rows. Raises ``RunError``: there is none of this name, or none can be omitted
+        from the steps of this stage."""
         loader, stage = trainer.windows.loader, trainer.stage
         order = loader.order
         known = order.examples.reach(self._most_rows(trainer))
@@ -88,21 +88,21 @@ class _Arm(Watcher):
         if stage.without(order.examples[min(found)]) is None:
             raise RunError(
                 "--without: the responses that these steps train on are sampled, and sampled "
-                "differently once a weight is another one, so no row can be left out of them alone"
+                "differently once a weight is another one, so no row can be omitted from them alone"
             )
-        self._left_out = LeftOut(found.keys(), lambda row: stage.without(row) or row)
+        self._omitted = Omitted(found.keys(), lambda row: stage.without(row) or row)
         self._trainer = trainer
         if self.is_without:
-            trainer.windows.left_out = self._left_out
+            trainer.windows.omitted = self._omitted
 
     def on_pre_optimizer_step(
         self, args: Context, state: TrainerState, control: TrainerControl
     ) -> None:
         """The gradients of the step are there."""
-        trainer, left_out = self._trainer, self._left_out
+        trainer, omitted = self._trainer, self._omitted
         assert trainer is not None, "watch() comes first"
-        assert left_out is not None, "watch() comes first"
-        examples = trainer.windows.without(left_out)
+        assert omitted is not None, "watch() comes first"
+        examples = trainer.windows.without(omitted)
         if self.is_without or examples is trainer.windows.step_examples:
             return
         self.steps.append(state.global_step + 1)
@@ -123,7 +123,7 @@ class _Arm(Watcher):
             loss, norm, weight, _ = recorded[step - 1]
             losses[step], norms[step] = _mean(loss, weight), norm
         evaluation = trainer.measure(trainer.evals, "eval") if trainer.evals else {}
-        self.outcome = Outcome({**losses, **self._common}, norms, evaluation)
+        self.outcome = ArmMetrics({**losses, **self._common}, norms, evaluation)
 
     def _most_rows(self, trainer: Trainer) -> int:
         """Rows among which those of the steps are: of a stream, its blocks are drawn from."""

@@ -188,8 +188,8 @@ class Stage(ABC):
         return Prepared(examples)
 
     def without(self, row: Features) -> Features | None:
-        """What stands in the place of a row that is left out of its step: as long, with no loss and
-        no weight. None: nothing can, as what is trained is sampled, and differs then."""
+        """What stands in the place of a row that is omitted from its step: as long, without loss
+        and weight. None: nothing can, as what is trained is sampled, and differs then."""
         return None if self.max_new_tokens else without_labels(row)
 
     @abstractmethod

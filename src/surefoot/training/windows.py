@@ -17,7 +17,7 @@ import torch
 
 from ..batch import Features, Window
 from ..data.data_order import Index, permutation
-from ..data.order.loader import LeftOut, Loader, WindowExamples
+from ..data.order.loader import Loader, Omitted, WindowExamples
 from ..data.order.micro_batches import Batching
 from ..data.store.cache import num_tokens
 from ..errors import RecipeError, RunError, counted
@@ -126,7 +126,7 @@ class Windows:
     inside: WindowState = field(default_factory=WindowState)
     stage_state: StageState = field(default_factory=StageState)  # which ``context`` reads
     world: World = ALONE
-    left_out: LeftOut | None = None  # of steps that are computed again, to see what it did
+    omitted: Omitted | None = None  # of steps that are computed again, to see what it did
     _num_empty: int = field(default=0, init=False)  # windows in a row
     _turn: _Turn | None = field(default=None, init=False)  # the last one
     _step_examples: Sequence[Features] = field(default=(), init=False)  # what it trains on
@@ -211,8 +211,8 @@ class Windows:
         # origins of rows from it, which a list of its examples would not have.
         is_whole = len(steps) <= 1
         self._step_examples = examples if is_whole else [examples[i] for i in steps[inside.done]]
-        if self.left_out is not None:
-            self._step_examples = self.without(self.left_out)
+        if self.omitted is not None:
+            self._step_examples = self.without(self.omitted)
         inside.done += 1
         if inside.done >= len(steps):
             inside.clear()
@@ -222,16 +222,16 @@ class Windows:
                 window = self.loader.deal(self._step_examples)
         return StepInput(place, window, figures, seconds, rows)
 
-    def without(self, left_out: LeftOut) -> Sequence[Features]:
-        """``step_examples``, with what stands in the place of what is left out; these themselves,
+    def without(self, omitted: Omitted) -> Sequence[Features]:
+        """``step_examples``, with what stands in the place of what is omitted; these themselves,
         if nothing of them is, or they are not one for each row."""
         rows, examples = self.step_rows, self._step_examples
-        if rows is None or left_out.items.isdisjoint(rows.items.tolist()):
+        if rows is None or omitted.items.isdisjoint(rows.items.tolist()):
             return examples
         if isinstance(examples, WindowExamples):
-            return replace(examples, left_out=left_out)
+            return replace(examples, omitted=omitted)
         pairs = zip(rows.items.tolist(), examples, strict=True)
-        return [left_out.without(x) if item in left_out.items else x for item, x in pairs]
+        return [omitted.without(x) if item in omitted.items else x for item, x in pairs]
 
     def undo_turn(self) -> None:
         """Be where the last turn began: its step is not taken."""

@@ -68,6 +68,28 @@ class Bucket:
             (folder / key).write_bytes(self.get(key))
 
 
+def not_of_the_gateway(environ):
+    """Why Hugging Face's gateway to its buckets (s3.hf.co) refuses a request; None: it does not.
+    Its rules as announced: path style, no trailing checksums, ListObjectsV2 only, no metadata of
+    users, conditions on PutObject alone. And it is asked for no length before a content."""
+    method, path, query = (environ[key] for key in ("REQUEST_METHOD", "PATH_INFO", "QUERY_STRING"))
+    is_object = path.strip("/").count("/") > 0
+    headers = {key.removeprefix("HTTP_").lower(): value for key, value in environ.items()}
+    names = " ".join(headers)
+    streams = headers.get("content_encoding", "") + headers.get("x_amz_content_sha256", "")
+    has_condition = "if_match" in headers or "if_none_match" in headers
+    reasons = {
+        "virtual host style": not headers["host"].startswith("127.0.0.1"),
+        "a checksum": "x_amz_checksum" in names or "x_amz_trailer" in names,
+        "a body in chunks": "aws-chunked" in streams or "STREAMING" in streams,
+        "metadata": "x_amz_meta" in names,
+        "ListObjects": method == "GET" and not is_object and "list-type=2" not in query,
+        "a condition": has_condition and not (method == "PUT" and "uploadId" not in query),
+        "HEAD of a file": method == "HEAD" and "." in path,
+    }
+    return next((why for why, is_so in reasons.items() if is_so), None)
+
+
 class Server:
     """A real S3 server in a thread; ``rule(method, path, count)`` says what goes wrong.
 
@@ -94,6 +116,7 @@ class Server:
     def is_well(self):
         """Nothing goes wrong from now on."""
         self.rule, self.count = lambda method, path, count: None, 0
+        self.is_strict, self.refused = False, []
 
     def close(self):
         self._http.shutdown()
@@ -103,6 +126,11 @@ class Server:
         if OURS in environ:
             return self._s3(environ, start_response)
         self.count += 1
+        if self.is_strict and (why := not_of_the_gateway(environ)):
+            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+            self.refused.append((environ["REQUEST_METHOD"], environ["PATH_INFO"], why))
+            start_response("501 Not Implemented", [("Content-Type", "application/xml")])
+            return [b"<Error><Code>NotImplemented</Code><Message>no</Message></Error>"]
         fault = self.rule(environ["REQUEST_METHOD"], environ["PATH_INFO"], self.count)
         if fault is None or fault == "deaf":
             answer = self._s3(environ, start_response)

@@ -71,6 +71,8 @@ def test_what_passes_is_tried_again(error):
         (PermissionError("denied"), StoreError, "cannot x: no permission .*denied"),
         (AnswerError(403, "Forbidden"), StoreError, "no permission"),
         (HttpError(401), StoreError, "no permission"),
+        (AnswerError(501, "NotImplemented"), StoreError, "cannot x: .*NotImplemented"),
+        (OSError(errno.ENOSYS, "checksum header"), StoreError, "cannot x: .*checksum header"),
         (FileNotFoundError("k"), MissingError, "cannot x: it does not exist"),
         (NoCredentialsError("none"), StoreError, "no credentials .*AWS_ACCESS_KEY_ID"),
         (ValueError("what?"), StoreError, r"cannot x: ValueError: what\?"),

@@ -102,6 +102,17 @@ def test_a_run_in_s3_goes_on_on_a_fresh_machine_to_the_bit(project, whole, bucke
     assert bucket.get("metrics.jsonl") == (folder / "metrics.jsonl").read_bytes()
 
 
+def test_a_run_behind_the_gateway_of_the_hub_goes_on(project, whole, bucket, server, tmp_path):
+    """Against a server with the rules of the gateway, not against the Hub."""
+    server.is_strict = True
+    train(project, bucket.url, tmp_path / "one", checkpoint__save_steps=2, train__max_steps=4)
+    folder = train(project, bucket.url, tmp_path / "two", checkpoint__save_steps=2)
+    assert_is(folder, whole)
+    assert bucket.committed() == [2, 4, 6]
+    code = CliRunner().invoke(main, ["ckpt", "verify", f"{bucket.url}/checkpoint-6"]).exit_code
+    assert (code, server.refused) == (0, [])
+
+
 @pytest.mark.proof
 def test_a_run_in_memory_is_the_same_run(project, whole, memory, tmp_path):
     folder = train(project, "memory://runs/tiny", tmp_path, checkpoint__save_steps=4)

@@ -6,9 +6,10 @@ from surefoot.plugins.cloud.store import MissingError, Store, StoreError
 from surefoot.storage.remote import Address
 
 
-@pytest.fixture(params=["s3", "memory", "file"])
+@pytest.fixture(params=["s3", "gateway", "memory", "file"])
 def store(request, tmp_path):
-    if request.param == "s3":
+    if request.param in ("s3", "gateway"):
+        request.getfixturevalue("server").is_strict = request.param == "gateway"
         return Store(Address(request.getfixturevalue("bucket").url), seconds=5)
     if request.param == "memory":
         request.getfixturevalue("memory")

@@ -52,7 +52,7 @@ Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class Omitted:
     """Items that nothing is learned of, and what stands in the place of each."""
 
     items: AbstractSet[int]
@@ -65,7 +65,7 @@ class WindowExamples(Sequence[Features]):
 
     source: EncodedDataset | ExampleStream
     items: Index
-    left_out: LeftOut | None = None
+    omitted: Omitted | None = None
 
     def __len__(self) -> int:
         return len(self.items)
@@ -80,10 +80,10 @@ class WindowExamples(Sequence[Features]):
         if isinstance(index, slice):
             return replace(self, items=self.items[index])
         item = int(self.items[index])
-        features, left_out = self.source[item], self.left_out
-        if left_out is None or item not in left_out.items:
+        features, omitted = self.source[item], self.omitted
+        if omitted is None or item not in omitted.items:
             return features
-        return left_out.without(features)
+        return omitted.without(features)
 
     @cached_property
     def lengths(self) -> Index:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import random
 import re
 import time
@@ -53,6 +54,7 @@ class Store:
         self.address = address
         self._retries = RetryPolicy(seconds)
         self._files, self._root = _open(address)
+        self._is_s3 = address.scheme in _S3
         self._is_flat = address.scheme in _FLAT  # has no folders to create or to delete
 
     def list(self, below: str = "") -> dict[str, int]:
@@ -76,7 +78,9 @@ class Store:
 
     def read(self, name: str) -> bytes:
         """The content of a small file."""
-        return self._call("read", name, lambda path: bytes(self._files.cat_file(path)))
+        # s3fs asks for the length first, unless there is one reader.
+        options = {"max_concurrency": 1} if self._is_s3 else {}
+        return self._call("read", name, lambda path: bytes(self._files.cat_file(path, **options)))
 
     def read_range(self, name: str, start: int, stop: int) -> bytes:
         """The bytes from ``start`` to ``stop``."""
@@ -92,8 +96,7 @@ class Store:
 
     def put(self, name: str, file: Path) -> None:
         """Upload a file, as a multipart upload if it is large."""
-        is_s3 = self.address.scheme in _S3
-        options = {"chunksize": _PART, "max_concurrency": 4} if is_s3 else {}
+        options = {"chunksize": _PART, "max_concurrency": 4} if self._is_s3 else {}
         self._write(name, lambda path: self._files.put_file(str(file), path, **options))
 
     def write(self, name: str, data: bytes) -> None:
@@ -103,10 +106,13 @@ class Store:
     def create(self, name: str, data: bytes) -> bool:
         """Write a file, atomically if the store can; False if there is one with other content."""
 
+        # In one request: not every server knows the condition of several parts.
+        options = {"chunksize": max(1, len(data))} if self._is_s3 else {}
+
         def create(path: str) -> None:
             try:
                 # `If-None-Match: *` on S3, and its like elsewhere (decisions/0015).
-                self._files.pipe_file(path, data, mode="create")
+                self._files.pipe_file(path, data, mode="create", **options)
             except (TypeError, NotImplementedError):
                 _say_not_atomic(type(self._files).__name__)
                 if self._files.exists(path):
@@ -175,15 +181,31 @@ def _open(address: Address) -> tuple[Any, str]:
         install = installation(package) if package else str(error)
         raise StoreError(f"{address}: a package is missing; {install}") from None
     options = {**cls._get_kwargs_from_urls(str(address)), "use_listings_cache": False}
-    if address.scheme in _S3:
-        options["config_kwargs"] = {"retries": _FEW_RETRIES}
     try:
+        if address.scheme in _S3:
+            options["config_kwargs"] = _s3_settings()
         files = cls(**options)
         if address.scheme in _S3:
             files.retries = 2
     except Exception as error:
         raise StoreError(f"{address}: cannot open the store: {error}") from error
     return files, str(files._strip_protocol(str(address))).rstrip("/")
+
+
+def _s3_settings() -> dict[str, Any]:
+    """Settings of botocore. Of another server than Amazon's, no checksums that come behind the
+    data: many do not know them (Hugging Face's answers 501), and each byte of a checkpoint has a
+    hash of Surefoot's."""
+    from botocore.configprovider import ConfiguredEndpointProvider
+    from botocore.session import Session
+
+    session, settings = Session(), dict[str, Any](retries=_FEW_RETRIES)
+    scoped = session.get_scoped_config()
+    if ConfiguredEndpointProvider(session.full_config, scoped, client_name="s3").provide():
+        for name in ("request_checksum_calculation", "response_checksum_validation"):
+            if f"AWS_{name.upper()}" not in os.environ and name not in scoped:
+                settings[name] = "when_required"
+    return settings
 
 
 _FIRST, _LONGEST = 0.2, 30.0  # seconds between two tries
@@ -227,15 +249,16 @@ _FINAL = (
     *(IsADirectoryError, NotADirectoryError),
 )
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR}
+_LASTING = {*_DISK, errno.ENOSYS}  # s3fs has the second for a status of 501
 
 
 def is_passing(error: BaseException) -> bool:
     """Whether the same call may succeed a moment later."""
     status = _status_of(error)
     if status is not None:
-        # Timeout, conflict, too early, too many requests.
-        return status >= 500 or status in (408, 409, 425, 429)
-    is_final = isinstance(error, _FINAL) or getattr(error, "errno", None) in _DISK
+        # Timeout, conflict, too early, too many requests. What a server does not have stays so.
+        return (status >= 500 and status != 501) or status in (408, 409, 425, 429)
+    is_final = isinstance(error, _FINAL) or getattr(error, "errno", None) in _LASTING
     return not is_final and not _lacks_credentials(error)
 
 
