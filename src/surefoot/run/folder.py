@@ -17,6 +17,7 @@ from .. import schema
 from ..checkpoint.disk.commit import clean, committed, named, new_nonce, step_of
 from ..checkpoint.layouts.detection import has_manifest, names_save
 from ..checkpoint.looking.listing import RemoteRun, stores
+from ..checkpoint.saving.saver import RunMirror
 from ..checkpoint.section import CheckpointSection
 from ..checkpoint.verification import (
     expect_valid,
@@ -297,6 +298,18 @@ def _known_size(folder: RunFolder) -> int | None:
     path = folder.path / RUN_RECIPE
     size = load(path).train.micro_batch_size if path.exists() and _steps(folder) else "auto"
     return None if size == "auto" else size
+
+
+def begun(folder: RunFolder, recipe: Recipe) -> tuple[Path | None, RunMirror | None]:
+    """Where a run begins (``resume_point``), and what uploads it from there on, if it is stored in
+    a bucket."""
+    while True:
+        start = resume_point(folder, recipe)
+        if folder.away is None:
+            return start, None
+        if (mirror := folder.away.mirror(start)) is not None:
+            return start, mirror
+        logger.info("%s: another launch of this run has begun: looking again", folder.away.address)
 
 
 def resume_point(folder: RunFolder, recipe: Recipe) -> Path | None:

@@ -42,9 +42,9 @@ from .card import write_card
 from .code_files import try_rewards
 from .folder import (
     SizeChoice,
+    begun,
     no_choice,
     opened,
-    resume_point,
     settings_of_launches,
     uploads_of,
     with_chosen_size,
@@ -226,8 +226,7 @@ def _run(
         start = mirror = None
         if world.is_main:
             refuse_output_dir(folder.path)
-            start = resume_point(folder, recipe)
-            mirror = folder.away.mirror() if folder.away else None
+            start, mirror = begun(folder, recipe)
         start = world.from_main(start)
         settings = schema.write(recipe)
         with recorded(

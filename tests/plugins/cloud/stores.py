@@ -58,7 +58,8 @@ class Bucket:
         request(self.port, "DELETE", f"/{self.name}/runs/tiny/{key}")
 
     def committed(self):
-        found = [re.fullmatch(r"checkpoint-(\d+)/manifest.json", key) for key in self.names()]
+        pattern = r"checkpoint-(\d+)(?:\.launch-\d+)?/manifest.json"
+        found = [re.fullmatch(pattern, key) for key in self.names()]
         return sorted(int(match[1]) for match in found if match)
 
     def download(self, folder):
@@ -85,7 +86,7 @@ def not_of_the_gateway(environ):
         "metadata": "x_amz_meta" in names,
         "ListObjects": method == "GET" and not is_object and "list-type=2" not in query,
         "a condition": has_condition and not (method == "PUT" and "uploadId" not in query),
-        "HEAD of a file": method == "HEAD" and "." in path,
+        "HEAD of a file": method == "HEAD" and path.endswith((".json", ".jsonl", ".yaml")),
     }
     return next((why for why, is_so in reasons.items() if is_so), None)
 

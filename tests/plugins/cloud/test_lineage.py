@@ -39,7 +39,7 @@ def launch(bucket):
         seen = bucket.lineage()
         yield
         base = max(seen.valid, default=None)
-        own = seen.claim(base, "here", 1)
+        own = seen.next_launch(base)
         if own.number in bucket.claims:
             continue
         bucket.claims[own.number] = own
@@ -74,7 +74,7 @@ def fault(bucket):
         if later[: len(earlier)] != earlier:
             return f"two histories: {earlier}, {later}"
     bucket.ever |= bool(histories)
-    began_anew = lineage.newest is not None and lineage.newest.base is None
+    began_anew = lineage.latest is not None and lineage.latest.base is None
     if bucket.ever and not histories and not began_anew:
         return f"nothing to resume from: {sorted(bucket.claims)}, {sorted(bucket.committed)}"
     return None
@@ -119,7 +119,7 @@ def test_the_check_finds_a_rule_that_is_wrong(rule, monkeypatch):
         monkeypatch.setattr(StoredLaunch, "has", lambda self, stored: True)
     else:
         newest = property(lambda self: self.launches.get(max(self.launches, default=None)))
-        monkeypatch.setattr(Lineage, "newest", newest)
+        monkeypatch.setattr(Lineage, "latest", newest)
     assert any(interleaved(seed)[0] for seed in range(4000))
 
 
@@ -131,16 +131,16 @@ def test_a_history_has_each_launch_up_to_where_the_next_one_began():
     committed = {(2, 1), (4, 1), (6, 1), (6, 2), (8, 2), (10, 2), (10, 3), (12, 3)}
     valid = Lineage(claims, committed).valid
     assert list(valid.values()) == [(2, 1), (4, 1), (6, 2), (8, 2), (10, 3), (12, 3)]
-    back = Lineage(claims, committed).claim(6, "here", 1)
+    back = Lineage(claims, committed).next_launch(6)
     assert (back.number, back.history) == (4, ((4, 1), (6, 2)))
-    assert Lineage(claims, committed).claim(None, "here", 1).history == ()
+    assert Lineage(claims, committed).next_launch(None).history == ()
 
 
 def test_runs_of_earlier_versions_have_one_launch_without_a_claim():
     lineage = Lineage({}, {(2, 1), (4, 1)})
     assert list(lineage.valid) == [2, 4]
-    assert lineage.claim(4, "here", 1) == StoredLaunch(2, ((4, 1),), "here", 1)
-    assert Lineage({}, ()).claim(None, "here", 1).number == 1
+    assert lineage.next_launch(4) == StoredLaunch(2, ((4, 1),))
+    assert Lineage({}, ()).next_launch(None).number == 1
 
 
 def test_names_are_read_back_and_no_others_are():
@@ -148,7 +148,7 @@ def test_names_are_read_back_and_no_others_are():
         assert stored_of(name_of(stored)) == stored
     for name in ("checkpoint-04", "checkpoint-4.launch-0", "checkpoint-4.launch-", "checkpoint-4x"):
         assert stored_of(name) is None
-    own = StoredLaunch(12, ((4, 1),), "here", 5)
+    own = StoredLaunch(12, ((4, 1),), "here", 5, "x")
     assert claim_of(own.file) == 12
     assert StoredLaunch.parse(12, own.dump()) == own
     assert claims([own.file, ".launches/x.json", "metrics.jsonl"]) == {12: own.file}

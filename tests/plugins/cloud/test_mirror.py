@@ -27,7 +27,7 @@ def saved(folder, step):
 
 
 def there(store):
-    return list(Contents(store.list()).committed)
+    return list(Contents.of(store).committed)
 
 
 def test_at_the_end_all_that_lies_here_lies_there(store, tmp_path):
@@ -82,7 +82,7 @@ def test_a_store_that_fails_is_said_and_tried_again(store, tmp_path, memory, cap
         mirror.on_committed(saved(tmp_path, 2), replaces=())
     assert "training continues" in caplog.text
     memory.rm_file("/runs/mirror/checkpoint-2")
-    with Mirror(store, tmp_path, there=there(store)):
+    with Mirror(store, tmp_path, there=[(step, 1) for step in there(store)]):
         pass
     assert there(store) == [1, 2]
 
@@ -119,14 +119,17 @@ def test_a_run_that_meets_another_stops_and_deletes_nothing(store, tmp_path):
     (second / "metrics.jsonl").write_text("of the second\n")
     before = {name: store.read(name) for name in store.list()}
     why = "another run stores its checkpoints there; nothing of it was replaced or deleted"
-    with pytest.raises(CheckpointError, match=why), Mirror(store, second, there=[1, 2]) as mirror:
+    with (
+        pytest.raises(CheckpointError, match=why),
+        Mirror(store, second, there=[(1, 1), (2, 1)]) as mirror,
+    ):
         mirror.on_deleted(["checkpoint-1"])
         mirror.on_committed(saved(second, 3), replaces=["checkpoint-2"])
         mirror.on_poll()
         pytest.fail("it trains on")
     assert {name: store.read(name) for name in store.list()} == before
     assert [path.name for path in second.glob("checkpoint-*")] == ["checkpoint-3"]
-    with Mirror(store, first, there=[1, 2]) as mirror:  # which has not stopped
+    with Mirror(store, first, there=[(1, 1), (2, 1)]) as mirror:  # which has not stopped
         mirror.on_committed(saved(first, 3), replaces=())
     assert there(store) == [1, 2, 3]
 
@@ -135,9 +138,10 @@ def test_a_run_is_known_by_its_id_on_every_machine(store, tmp_path):
     with Mirror(store, tmp_path / "a") as mirror:
         mirror.on_committed(saved(tmp_path / "a", 1), replaces=())
     opened = STORES.open_run(URL, tmp_path / "b", seconds=0)  # as on another machine
-    with opened.mirror() as mirror:
+    with opened.mirror(opened.newest_sound()) as mirror:
         mirror.on_committed(saved(tmp_path / "b", 2), replaces=())
     assert there(store) == [1, 2]
+    assert "checkpoint-2.launch-2/manifest.json" in store.list()
     run_id(tmp_path / "c")  # the copy of another run
     with pytest.raises(RunError, match=r"another run is stored there than .*/c; set another"):
         STORES.open_run(URL, tmp_path / "c", seconds=0)

@@ -4,6 +4,7 @@ import fcntl
 import json
 import shutil
 import signal
+import threading
 import time
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -127,6 +128,7 @@ def test_a_mounted_folder_is_a_store_too(project, whole, tmp_path):
     url = f"file://{tmp_path}/mounted/run"
     train(project, url, tmp_path / "one", checkpoint__keep=1)
     assert sorted(path.name for path in (tmp_path / "mounted/run").iterdir()) == [
+        ".launches",
         ".run-id",
         "README.md",
         "all_results.json",
@@ -203,8 +205,87 @@ def test_a_damaged_checkpoint_in_the_store_is_passed_over_and_replaced(
         assert said in caplog.text
     assert_is(folder, whole)
     bucket.download(tmp_path / "copy")
-    for step in (2, 4, 6):
-        assert verify(tmp_path / "copy" / f"checkpoint-{step}", full=True).ok
+    names = ["checkpoint-2", "checkpoint-4.launch-2", "checkpoint-6.launch-2"]
+    assert sorted(path.name for path in (tmp_path / "copy").glob("checkpoint-*")) == names
+    for name in names:
+        assert verify(tmp_path / "copy" / name, full=True).ok
+
+
+class Held:
+    """Requests that wait in the server, as those of a machine that is paused."""
+
+    def __init__(self, server, method, part):
+        self.came, self.go = threading.Event(), threading.Event()
+
+        def rule(asked, path, count):
+            if asked == method and part in path and not self.go.is_set():
+                self.came.set()
+                self.go.wait(120)
+
+        server.rule = rule
+
+
+@pytest.mark.parametrize("part", ["checkpoint-4/rank_00000/model", "checkpoint-4/manifest.json"])
+def test_a_launch_that_wakes_up_late_changes_nothing(
+    project, whole, bucket, server, tmp_path, part
+):
+    """Paused before it has uploaded a checkpoint, or behind its last look at other launches."""
+    held = Held(server, "PUT", part)
+    given = ["checkpoint.save_steps=2", "train.max_steps=4", f"train.output_dir={bucket.url}"]
+    late = start("train", project.recipe, *given, f"train.cache_dir={tmp_path / 'one'}")
+    assert held.came.wait(60)
+    folder = train(project, bucket.url, tmp_path / "two", checkpoint__save_steps=2)
+    assert_is(folder, whole)
+    before = {name: bucket.get(name) for name in bucket.names() if "launch-2" in name}
+    assert {name.partition("/")[0] for name in before if name.startswith("checkpoint-")} == {
+        "checkpoint-4.launch-2",
+        "checkpoint-6.launch-2",
+    }
+    held.go.set()
+    _, err = late.communicate(timeout=120)
+    assert late.returncode == 2, err
+    assert "another launch (on " in err
+    assert "has taken over this run from step 2; nothing more is saved there by this one" in err
+    assert before == {name: bucket.get(name) for name in before}
+    listed = CliRunner().invoke(main, ["ckpt", "ls", bucket.url]).output
+    assert ("void: a later launch had taken over" in listed) == ("manifest" in part)
+    shutil.rmtree(tmp_path / "two")
+    again = train(project, bucket.url, tmp_path / "three", checkpoint__save_steps=2)
+    assert_is(again, whole)
+    code = CliRunner().invoke(main, ["ckpt", "verify", f"{bucket.url}/checkpoint-4"]).exit_code
+    assert code == 0
+
+
+def test_a_machine_that_comes_back_after_another_took_over_continues_that_one(
+    project, whole, bucket, server, tmp_path, caplog
+):
+    """What it has saved meanwhile and never uploaded is not of the run any more."""
+    server.rule = lambda method, path, count: 503 if "checkpoint-4" in path else None
+    short = ["checkpoint.remote_timeout_minutes=0", "checkpoint.save_steps=2"]
+    url = f"train.output_dir={bucket.url}"
+    one = start("train", project.recipe, url, f"train.cache_dir={tmp_path / 'one'}", *short)
+    one.communicate(timeout=120)
+    assert one.returncode == 2
+    assert bucket.committed() == [2, 6]  # the last one is stored first
+    for key in [key for key in bucket.names() if key.startswith("checkpoint-6/")]:
+        bucket.delete(key)
+    server.is_well()
+    train(project, bucket.url, tmp_path / "two", checkpoint__save_steps=2, train__max_steps=4)
+    assert "checkpoint-4.launch-2/manifest.json" in bucket.names()
+    caplog.set_level("INFO")
+    folder = train(project, bucket.url, tmp_path / "one", checkpoint__save_steps=2)
+    assert "checkpoint-6 failed verification (another launch has taken over s3://" in caplog.text
+    assert "resuming from checkpoint-4" in caplog.text
+    assert_is(folder, whole)
+    assert bucket.committed() == [2, 4, 6]
+    assert "checkpoint-6.launch-3/manifest.json" in bucket.names()
+
+
+def test_a_run_that_starts_again_on_its_machine_is_the_same_launch(project, bucket, tmp_path):
+    for steps in (2, 4, 6):
+        train(project, bucket.url, tmp_path, checkpoint__save_steps=2, train__max_steps=steps)
+    assert [name for name in bucket.names() if "launches/" in name] == [".launches/00001.json"]
+    assert not [name for name in bucket.names() if ".launch-" in name]
 
 
 def test_another_run_and_one_without_a_sound_checkpoint_are_refused(project, bucket, tmp_path):

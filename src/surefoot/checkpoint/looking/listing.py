@@ -388,8 +388,9 @@ class RemoteRun(Protocol):
     def write(self, name: str, data: bytes) -> None:
         """Upload a small file of the run."""
 
-    def mirror(self) -> RunMirror:
-        """What uploads while the run trains."""
+    def mirror(self, start: Path | None) -> RunMirror | None:
+        """What uploads while the run trains from ``start`` on. None: another launch of the run has
+        begun meanwhile, so that ``start`` has to be found again."""
 
 
 class RemoteStores(Protocol):

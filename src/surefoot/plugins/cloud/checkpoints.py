@@ -4,7 +4,7 @@ They are listed from one listing, verified where they are, and downloaded to a t
 verified, then renamed. An upload sends the files, then the manifest, which commits them there: only
 files in the manifest, not a user's notes, all of whose lengths are compared with a listing of the
 store before. The manifest is created, never replaced: an existing checkpoint is not overwritten by
-another of its name.
+another of its name. Which of them count, ``lineage`` decides.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import logging
 import secrets
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from ...checkpoint.disk import strict_json
@@ -34,6 +35,16 @@ from ...storage.files import digest
 from ...storage.parallel_work import in_parallel
 from ...storage.remote import Address
 from ...terminal_text import in_bytes
+from .lineage import (
+    LAUNCHES,
+    MAX_CLAIM,
+    Lineage,
+    Stored,
+    StoredLaunch,
+    claims,
+    name_of,
+    stored_of,
+)
 from .store import MissingError, Store, StoreError
 
 logger = logging.getLogger(__name__)
@@ -47,7 +58,7 @@ _RANGE = 16 << 20  # bytes asked for at a time
 
 
 class AnotherRunError(CheckpointError):
-    """The folder in the store is another run's."""
+    """The folder in the store is another run's, or a later launch has taken over this run."""
 
 
 class StoredDamageError(CheckpointError):
@@ -59,25 +70,56 @@ class Contents:
     """Names and lengths of all files of a run, as one listing has them."""
 
     files: Mapping[str, int]
+    launches: Mapping[int, StoredLaunch] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, store: Store) -> Contents:
+        """Those of the run in ``store``, with the claims of its launches."""
+        listed, launches = store.list(), dict[int, StoredLaunch]()
+
+        def read(claim: tuple[int, str]) -> None:
+            number, name = claim
+            if listed[name] > MAX_CLAIM:
+                raise CheckpointError(f"{store.address}/{name}: too large for a claim")
+            launches[number] = StoredLaunch.parse(number, store.read(name))
+
+        in_parallel(read, claims(listed).items(), _READERS)
+        return cls(listed, launches)
+
+    @cached_property
+    def lineage(self) -> Lineage:
+        """Which checkpoints count."""
+        return Lineage(self.launches, self._folders(with_manifest=True))
 
     @property
     def committed(self) -> dict[int, str]:
-        """The names of the checkpoints that have a manifest, by step, oldest first."""
-        return self._checkpoints(with_manifest=True)
+        """The folders of the checkpoints of the run, by step, oldest first."""
+        return {step: name_of(stored) for step, stored in self.lineage.valid.items()}
 
     @property
-    def uncommitted(self) -> dict[int, str]:
-        """The same for those that have none: half uploaded, or half deleted."""
-        return self._checkpoints(with_manifest=False)
+    def void(self) -> list[Stored]:
+        """Those that a launch has stored after another one had taken over."""
+        valid = self.lineage.valid.values()
+        return [stored for stored in self.lineage.committed if stored not in valid]
 
-    def _checkpoints(self, *, with_manifest: bool) -> dict[int, str]:
-        folders = {name.partition("/")[0] for name in self.files if "/" in name}
-        steps = {step_of(Path(folder)): folder for folder in folders}
-        return {
-            step: steps[step]
-            for step in sorted(steps)
-            if step >= 0 and (f"{steps[step]}/{MANIFEST}" in self.files) == with_manifest
-        }
+    @property
+    def uncommitted(self) -> list[Stored]:
+        """Those without a manifest: half uploaded, or half deleted."""
+        return self._folders(with_manifest=False)
+
+    def folder_of(self, name: str) -> str:
+        """The folder of the checkpoint that is called ``name``: that of its step which counts."""
+        stored = stored_of(name)
+        return name if stored is None else self.committed.get(stored[0], name)
+
+    def _folders(self, *, with_manifest: bool) -> list[Stored]:
+        names = sorted({name.partition("/")[0] for name in self.files if "/" in name})
+        return sorted(
+            stored
+            for name in names
+            if (stored := stored_of(name)) is not None
+            and (f"{name}/{MANIFEST}" in self.files) == with_manifest
+        )
 
     def inside(self, folder: str) -> dict[str, int]:
         """The files of a checkpoint by their name in it."""
@@ -97,12 +139,14 @@ class Contents:
         return [name for name in self.files if not name.startswith((".", "checkpoint-"))]
 
 
-def upload(store: Store, folder: Path, *, replace: bool = False) -> int:
-    """Upload the checkpoint ``folder``; when this returns, it exists in the store. The bytes sent.
+def upload(store: Store, folder: Path, *, launch: int | None = None, replace: bool = False) -> int:
+    """Upload the checkpoint ``folder`` of ``launch``; when this returns, it exists in the store.
+    The bytes sent.
 
     An existing one of its name is an error, unless it is the same, or damaged and to ``replace``.
+    Raises ``AnotherRunError`` if a later launch has begun.
     """
-    name = folder.name
+    name = folder.name if launch is None else name_of((step_of(folder), launch))
     name_taken = CheckpointError(
         f"{store.address.inside(name)}: another checkpoint of this name exists there, and a "
         "checkpoint is never overwritten; does another process train with the same output_dir?"
@@ -130,6 +174,8 @@ def upload(store: Store, folder: Path, *, replace: bool = False) -> int:
     # One listing proves that all files are there, at full length, before the manifest is.
     if wrong := _wrong_length(sizes, Contents(store.list(name)).inside(name)):
         raise StoreError(f"{store.address.inside(name)}/{wrong} after the upload")
+    if launch is not None:
+        refuse_late(store, launch)
     # The commit. If its answer is lost, the next try finds these very bytes (decisions/0015).
     if not store.create(f"{name}/{MANIFEST}", manifest):
         raise name_taken
@@ -158,6 +204,19 @@ def claim(store: Store, folder: Path) -> None:
         )
 
 
+def refuse_late(store: Store, launch: int) -> None:
+    """Raise ``AnotherRunError`` if a launch after ``launch`` has begun: nothing more is to be
+    committed or deleted. One that begins right after this call is not harmed by either."""
+    if (later := StoredLaunch(launch + 1)).file not in store.list(LAUNCHES):
+        return
+    later = StoredLaunch.parse(later.number, store.read(later.file))
+    at = "the beginning" if later.base is None else f"step {later.base[0]}"
+    raise AnotherRunError(
+        f"{store.address}: another launch (on {later.host}, process {later.process}) has taken "
+        f"over this run from {at}; nothing more is saved there by this one"
+    )
+
+
 def remove(store: Store, name: str) -> None:
     """Delete a checkpoint in the store: its manifest first, then its files."""
     store.delete(f"{name}/{MANIFEST}")
@@ -167,24 +226,26 @@ def remove(store: Store, name: str) -> None:
 
 
 def download(store: Store, name: str, root: Path) -> Path:
-    """Download the checkpoint ``name`` of the run to ``root/name``, and return that.
+    """Download the checkpoint in the folder ``name`` of the run to ``root``, and return its folder
+    there, ``checkpoint-N``.
 
     Raises ``StoredDamageError`` if it is incomplete, or its hashes do not match.
     """
     text, manifest = _whole_manifest(store, name)
+    target = root / f"checkpoint-{manifest.step}"
     size = sum(manifest.files.values())
     logger.info("downloading %s (%s) from %s", name, in_bytes(size), store.address)
     doing = f"cannot download {name} to {root}"
     with files.raising(CheckpointError, doing):
         files.make_folder(root)
-    with files.raising(CheckpointError, doing), temporary_folder(root / name) as part:
+    with files.raising(CheckpointError, doing), temporary_folder(target) as part:
         for file, num_bytes in manifest.files.items():  # so that a full disk shows at once
             files.make_folder((part.folder / file).parent)
             with files.create(part.folder / file) as created:
                 created.reserve(num_bytes)
         _download_files(store, name, CheckpointFolder(part.folder, manifest))
-        part.commit(root / name, text)
-    return root / name
+        part.commit(target, text)
+    return target
 
 
 def _download_files(store: Store, name: str, checkpoint: CheckpointFolder) -> None:
@@ -254,8 +315,14 @@ def _read_manifest(store: Store, there: Contents, name: str) -> tuple[bytes, Man
         raise CheckpointError(f"{where}: {there.files[file]} bytes are too many for a manifest")
     text = store.read(file)
     manifest = parse(text, where)
-    check_step(Path(name), str(store.address.inside(name)), manifest.step)
+    check_step(_local(name), str(store.address.inside(name)), manifest.step)
     return text, manifest
+
+
+def _local(name: str) -> Path:
+    """What a folder in a store is called here."""
+    stored = stored_of(name)
+    return Path(name if stored is None else f"checkpoint-{stored[0]}")
 
 
 def _wrong_length(sizes: Mapping[str, int], there: Mapping[str, int]) -> str | None:
@@ -269,18 +336,24 @@ def _wrong_length(sizes: Mapping[str, int], there: Mapping[str, int]) -> str | N
 
 def list_store(address: Address) -> list[CheckpointLine]:
     """One line per checkpoint, oldest first; that of a checkpoint is a list of one. No hashes."""
-    is_one = step_of(Path(address.name)) >= 0
+    is_one = stored_of(address.name) is not None
     store = Store(address.parent if is_one else address, seconds=60)
-    there = Contents(store.list(address.name if is_one else ""))
-    rows = [_line(store, there, name) for name in there.committed.values()]
+    there = Contents.of(store)
+    asked = there.folder_of(address.name)
+    names = [name for name in there.committed.values() if not is_one or name == asked]
+    rows = [_line(store, there, name) for name in names]
     best = next((state.best_step for line, state in reversed(rows) if line.problem is None), None)
     lines = [replace(line, is_best=line.step == best is not None) for line, _ in rows]
+    why = "void: a later launch had taken over the run"
+    rest = dict.fromkeys(map(name_of, there.void), why)
     why = "never committed: an interrupted upload or deletion"
-    return lines + [CheckpointLine(Path(name), problem=why) for name in there.uncommitted.values()]
+    rest |= dict.fromkeys(map(name_of, there.uncommitted), why)
+    others = [name for name in rest if not is_one or name == asked]
+    return lines + [CheckpointLine(Path(name), problem=rest[name]) for name in others]
 
 
 def _line(store: Store, there: Contents, name: str) -> tuple[CheckpointLine, TrainerStateFile]:
-    path, state = Path(name), TrainerStateFile()
+    path, state = _local(name), TrainerStateFile()
     try:
         _, manifest = _read_manifest(store, there, name)
     # As above: a listing must not call it damaged.
@@ -300,6 +373,7 @@ def _line(store: Store, there: Contents, name: str) -> tuple[CheckpointLine, Tra
 
 def verify(store: Store, name: str, *, full: bool) -> Report:
     """Check a checkpoint in the store: its lengths; with ``full`` a temporary download of it."""
+    name = Contents.of(store).folder_of(name)
     report = Report(Path(name), checked="every byte checked" if full else "lengths checked")
     try:
         if not full:

@@ -1,10 +1,10 @@
 """Which checkpoints of a run in a store count, whichever launches have stored some.
 
-A run may be launched on one machine while another one still uploads: paused, or cut off from the
-network. No clock can tell which of them lives. So each launch has a number and folders of its own,
-and says at its start what it continues: it creates ``.launches/00002.json``, which only one can.
+A run may be launched on one machine while another one still uploads: paused, or without a network.
+No clock shows which of them lives. So each launch has a number and folders of its own, and says at
+its start what it continues: it creates ``.launches/00002.json``, which only one can.
 
-The newest launch that counts has a history: launch 1 up to step 40, launch 2 up to step 70, itself
+The latest launch that counts has a history: launch 1 up to step 40, launch 2 up to step 70, itself
 from there on. The checkpoints of that history are those of the run; all others are void, whenever
 they come. A launch counts if the checkpoint that it continues is still there, if it began from
 nothing, or if it has stored a checkpoint. Otherwise a late deletion by an older launch could leave
@@ -56,6 +56,7 @@ class StoredLaunch:
     history: tuple[Stored, ...] = ()  # the last step of each launch before it, in order
     host: str = ""
     process: int = 0
+    nonce: str = ""  # so that no two claims are equal
 
     @property
     def base(self) -> Stored | None:
@@ -83,6 +84,7 @@ class StoredLaunch:
             "history": [list(each) for each in self.history],
             "host": self.host,
             "process": self.process,
+            "nonce": self.nonce,
         }
         return dump(fields)
 
@@ -94,12 +96,14 @@ class StoredLaunch:
         history = fields.get("history")
         if not isinstance(history, list) or not all(_is_stored(each) for each in history):
             raise CheckpointError(f"{where}: history: expected pairs of a step and a launch")
-        host, process = fields.get("host"), fields.get("process")
+        pairs = tuple((step, launch) for step, launch in history)
+        host, process, nonce = (fields.get(name) for name in ("host", "process", "nonce"))
         return cls(
             number,
-            tuple((step, launch) for step, launch in history),
+            pairs,
             host if isinstance(host, str) else "",
             process if isinstance(process, int) else 0,
+            nonce if isinstance(nonce, str) else "",
         )
 
 
@@ -116,8 +120,8 @@ class Lineage:
     committed: Collection[Stored]
 
     @cached_property
-    def newest(self) -> StoredLaunch | None:
-        """The newest launch that counts; None: no launch has made a claim."""
+    def latest(self) -> StoredLaunch | None:
+        """The latest launch that counts; None: no launch has made a claim."""
         have_committed = {launch for _, launch in self.committed}
         for number in sorted(self.launches, reverse=True):
             launch = self.launches[number]
@@ -128,17 +132,17 @@ class Lineage:
     @cached_property
     def valid(self) -> dict[int, Stored]:
         """The checkpoints of the run, by step, oldest first."""
-        newest = self.newest or StoredLaunch(FIRST)  # of an earlier version, without claims
-        return {stored[0]: stored for stored in sorted(self.committed) if newest.has(stored)}
+        latest = self.latest or StoredLaunch(FIRST)  # of an earlier version, without claims
+        return {stored[0]: stored for stored in sorted(self.committed) if latest.has(stored)}
 
-    def claim(self, base: int | None, host: str, process: int) -> StoredLaunch:
-        """The next launch, which continues the checkpoint of the step ``base``; None: nothing."""
+    def next_launch(self, base: int | None) -> StoredLaunch:
+        """The launch that continues the checkpoint of the step ``base``; None: nothing."""
         number = max([*self.launches, *(launch for _, launch in self.committed)], default=0) + 1
         if base is None:
-            return StoredLaunch(number, (), host, process)
-        stored, newest = self.valid[base], self.newest or StoredLaunch(FIRST)
-        before = [each for each in newest.history if each[0] < base and each[1] != stored[1]]
-        return StoredLaunch(number, (*before, stored), host, process)
+            return StoredLaunch(number)
+        stored, latest = self.valid[base], self.latest or StoredLaunch(FIRST)
+        before = [each for each in latest.history if each[0] < base and each[1] != stored[1]]
+        return StoredLaunch(number, (*before, stored))
 
 
 def claims(names: Iterable[str]) -> dict[int, str]:

@@ -5,9 +5,9 @@ had to wait is uploaded when there is no later one, if the retention policy has 
 never stop training: they are logged, and the upload is retried with the next save. Only the end of
 the run waits for all uploads.
 
-``python -m surefoot.plugins.cloud.mirror URL FOLDER SECONDS`` is the process that uploads: a task a
-line, as JSON, and its outcome as the answer. It ends with its input, not with the run: the upload
-that a killed run has begun is finished.
+``python -m surefoot.plugins.cloud.mirror URL FOLDER SECONDS LAUNCH`` is the process that uploads: a
+task a line, as JSON, and its outcome as the answer. It ends with its input, not with the run: the
+upload that a killed run has begun is finished.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -35,14 +35,24 @@ from ...storage.child import Child
 from ...storage.parallel_work import in_parallel
 from ...storage.remote import Address
 from ...terminal_text import in_bytes
-from .checkpoints import MAX_RUN_FILE, WORKERS, AnotherRunError, claim, remove, upload
+from .checkpoints import (
+    MAX_RUN_FILE,
+    WORKERS,
+    AnotherRunError,
+    claim,
+    refuse_late,
+    remove,
+    upload,
+)
+from .lineage import FIRST, Stored, StoredLaunch, name_of, stored_of
 from .store import Store
 
 logger = logging.getLogger(__name__)
 LOCK = ".upload.lock"
+_FIRST = StoredLaunch(FIRST)
 _PAUSE = 0.2  # seconds between two looks at a lock
 _LONG = 3600.0  # seconds; an answer that is waited for is waited for again
-Task = Mapping[str, Any]  # upload: a step or None; replace: what is damaged there; forget: steps
+Task = Mapping[str, Any]  # upload: a step or None; replace: what is damaged there; forget: names
 Answer = dict[str, Any]
 Stamp = tuple[int, int]  # nanoseconds of the last change of a file, its length
 
@@ -68,22 +78,30 @@ class Mirror:
         store: Store,
         folder: Path,
         *,
-        there: Iterable[int] = (),
-        damaged: Iterable[int] = (),
+        there: Collection[Stored] = (),
+        damaged: Collection[Stored] = (),
+        void: Collection[Stored] = (),
+        launch: StoredLaunch = _FIRST,
         seconds: float = 600,
     ) -> None:
+        """``there`` and ``damaged`` are of this run; ``void`` are deleted once this ``launch`` has
+        stored a checkpoint."""
         self.address = store.address
         self._folder = folder
+        self._launch = launch
         self._seconds = seconds
+        self._launches = dict((*there, *damaged))
+        self._void = [name_of(stored) for stored in void]
         self._checkpoints = defaultdict[int, _Checkpoint](_Checkpoint)
-        for step in damaged:
+        for step, _ in damaged:
             self._checkpoints[step].in_store = "damaged"
-        for step in there:
+        for step, _ in there:
             self._checkpoints[step].in_store = "whole"
         self._leaving: set[int] = set()  # steps that the save in progress deletes here
         self._task: Task | None = None  # in flight
         self._failure: str | None = None  # of an upload, since the last save
-        self._meets_another = False  # another run stores its checkpoints there
+        self._meets_another = False  # another run, or a later launch, stores its checkpoints there
+        self._has_committed = False  # this launch
         self._worker: Child | _Inline | None = None
 
     @property
@@ -179,8 +197,12 @@ class Mirror:
         return None if self._task is None else self._task["upload"]
 
     def _next(self) -> int | None:
-        """The latest checkpoint that is local, not in the store, and may be uploaded."""
+        """The latest checkpoint that is local, not in the store, and may be uploaded: of this
+        launch, as those up to the one that it continues are of launches before."""
+        base = self._launch.base
         for step in sorted(map(step_of, committed(self._folder)), reverse=True):
+            if base is not None and step <= base[0]:
+                break
             checkpoint = self._checkpoints[step]
             is_done = checkpoint.in_store == "whole" or step == self._uploading
             is_leaving = checkpoint.is_dropped or step in self._leaving
@@ -195,7 +217,10 @@ class Mirror:
         # One is deleted there once a newer one exists, so that there is always one.
         newest = max(self.steps | ({step} if step is not None else set()), default=-1)
         dropped = [old for old in self.steps if old < newest and self._checkpoints[old].is_dropped]
-        forget = sorted(old for old in dropped if not self._checkpoints[old].has_failed)
+        steps = sorted(old for old in dropped if not self._checkpoints[old].has_failed)
+        forget = [name_of((old, self._launches.get(old, self._launch.number))) for old in steps]
+        if self._has_committed:
+            forget += self._void
         if step is None and not forget and not run_files:
             return
         replace = step is not None and self._checkpoints[step].in_store == "damaged"
@@ -203,7 +228,9 @@ class Mirror:
         if isinstance(self._worker, Child) and self._worker.code is not None:  # it was killed
             self._worker = None
         if self._worker is None:
-            self._worker = _start_worker(self.address, self._folder, self._seconds)
+            self._worker = _start_worker(
+                self.address, self._folder, self._seconds, self._launch.number
+            )
         self._worker.send(self._task)
 
     def _start_and_wait(self, *, run_files: bool = False) -> None:
@@ -236,21 +263,28 @@ class Mirror:
             raise CheckpointError(answer["error"])
         if "error" in answer:
             self._failure = answer["error"]
-            for failed in {step, *task["forget"]} - {None}:
+            for failed in {step, *self._steps(task["forget"])} - {None}:
                 self._checkpoints[failed].has_failed = True
             logger.warning("%s; training continues, the upload is retried later", answer["error"])
             return
-        for old in answer["forgotten"]:
+        for old in self._steps(answer["forgotten"]):
             self._checkpoints[old].in_store = "missing"
         if answer["problem"]:
             logger.warning("%s", answer["problem"])
-            for old in task["forget"]:
+            for old in self._steps(task["forget"]):
                 self._checkpoints[old].has_failed = True  # not again and again
+        self._void = [] if self._has_committed else self._void  # tried once
         if step is not None:
             self._checkpoints[step].in_store = "whole"
+            self._launches[step], self._has_committed = self._launch.number, True
             size = in_bytes(answer["num_bytes"])
             message = "uploaded checkpoint-%d to %s (%s in %.1f s)"
             logger.info(message, step, self.address, size, answer["seconds"])
+
+    def _steps(self, names: Iterable[str]) -> list[int]:
+        """The steps of checkpoints of this run among ``names``."""
+        found = [stored_of(name) for name in names if name not in self._void]
+        return [stored[0] for stored in found if stored is not None]
 
     def _try_again(self) -> None:
         """Forget what has failed, and so do it with the next task."""
@@ -259,11 +293,11 @@ class Mirror:
             checkpoint.has_failed = False
 
 
-def _start_worker(address: Address, folder: Path, seconds: float) -> Child | _Inline:
+def _start_worker(address: Address, folder: Path, seconds: float, launch: int) -> Child | _Inline:
     """What does tasks in the background, one after another."""
     if address.scheme == "memory":
-        return _Inline(Uploader(Store(address, seconds=seconds), folder))
-    command = ["-m", __name__, str(address), str(folder.absolute()), str(seconds)]
+        return _Inline(Uploader(Store(address, seconds=seconds), folder, launch))
+    command = ["-m", __name__, str(address), str(folder.absolute()), str(seconds), str(launch)]
     try:
         return Child(command, talks=True)
     except OSError as error:
@@ -290,11 +324,12 @@ class _Inline:
 
 
 class Uploader:
-    """Does the tasks of one run, one after another."""
+    """Does the tasks of one launch, one after another."""
 
-    def __init__(self, store: Store, folder: Path) -> None:
+    def __init__(self, store: Store, folder: Path, launch: int = FIRST) -> None:
         self._store = store
         self._folder = folder
+        self._launch = launch
         self._sent: dict[str, Stamp] = {}  # files of the run that are in the store as they are here
 
     def serve(self, task: Task) -> Answer:
@@ -312,17 +347,21 @@ class Uploader:
 
     def _do(self, task: Task) -> Answer:
         claim(self._store, self._folder)
+        refuse_late(self._store, self._launch)
         self._upload_run_files()  # first: metrics must not lag behind a step
         num_bytes, step = 0, task["upload"]
         if step is not None:
             path = self._folder / f"checkpoint-{step}"
-            num_bytes = upload(self._store, path, replace=task["replace"])
-        forgotten: list[int] = []
+            num_bytes = upload(self._store, path, launch=self._launch, replace=task["replace"])
+        forgotten: list[str] = []
         problem = None
         try:
             for old in task["forget"]:
-                remove(self._store, f"checkpoint-{old}")
+                refuse_late(self._store, self._launch)
+                remove(self._store, old)
                 forgotten.append(old)
+        except AnotherRunError:
+            raise
         except CheckpointError as error:
             problem = f"cannot delete an old checkpoint: {error}"
         return {"num_bytes": num_bytes, "forgotten": forgotten, "problem": problem}
@@ -352,12 +391,12 @@ class Uploader:
         in_parallel(send, sorted(changed), WORKERS)
 
 
-def main(url: str, folder: Path, seconds: float) -> None:
+def main(url: str, folder: Path, seconds: float, launch: int) -> None:
     """Serve until the end of the input."""
     for number in STOP_SIGNALS:  # for the process that trains
         signal.signal(number, signal.SIG_IGN)
     os.nice(19)  # not idle, as the writer: a run may end while other jobs take all cores
-    uploader = Uploader(Store(Address(url), seconds=seconds), folder)
+    uploader = Uploader(Store(Address(url), seconds=seconds), folder, launch)
     with contextlib.suppress(BrokenPipeError):
         for line in sys.stdin.buffer:
             with _alone(folder):
@@ -379,4 +418,4 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]))
+    main(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]))

@@ -8,12 +8,17 @@ older checkpoint because of a network failure.
 from __future__ import annotations
 
 import logging
+import os
+import secrets
+import socket
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ...checkpoint.disk import strict_json
 from ...checkpoint.disk.commit import committed, named, step_of
-from ...checkpoint.disk.manifest import is_plain_name
+from ...checkpoint.disk.manifest import MANIFEST, is_plain_name
 from ...checkpoint.looking.listing import CheckpointLine
 from ...checkpoint.verification import Found, Report, refuse_damaged, set_aside, verify_checkpoint
 from ...errors import CheckpointError, RunError
@@ -31,10 +36,13 @@ from .checkpoints import (
     run_id,
     verify,
 )
+from .lineage import Stored, StoredLaunch, name_of, stored_of
 from .mirror import Mirror
 from .store import Store
 
 logger = logging.getLogger(__name__)
+LAUNCH = ".launch"  # a file of a local folder with the number of the launch that was there last
+_MAX_NUMBER = 16  # bytes of it
 
 
 @dataclass
@@ -61,11 +69,12 @@ class StoredRun:
         """The local folder to resume from; None if there is no checkpoint anywhere. Raises
         ``CheckpointError`` if there are some, none of which is valid."""
         newest = max(self.steps, default=-1)
-        for step, name in self.contents.uncommitted.items():
-            if step > newest:
+        for stored in self.contents.uncommitted:
+            if stored[0] > newest:
                 message = "%s was never committed in %s (its upload was interrupted): skipped"
-                logger.info(message, name, self.address)
+                logger.info(message, name_of(stored), self.address)
         local = {step_of(path): path for path in named(self.folder)}
+        local = {step: path for step, path in local.items() if self._is_of_the_run(path)}
         damaged_here: list[tuple[Path, str]] = []
         damaged_there: list[tuple[Path, str]] = []
         for step in sorted(local.keys() | self.steps, reverse=True):
@@ -96,6 +105,35 @@ class StoredRun:
         refuse_damaged(str(self.address), nothing_sound, "choose another train.output_dir")
         return None
 
+    def _is_of_the_run(self, path: Path) -> bool:
+        """Whether a local checkpoint is one of the run, which another launch may have taken over
+        since it was saved; one that is not is renamed. An older one than those in the store, which
+        is only used if these are damaged, is taken as one."""
+        step, valid = step_of(path), self.contents.lineage.valid
+        newest = max(valid, default=-1)
+        if step in valid:
+            with files.raising(CheckpointError):
+                manifest = files.read_inside(path, MANIFEST, strict_json.MAX_BYTES)
+            is_its_own = valid[step][1] == _own_launch(self.folder)
+            is_one = is_its_own or self._manifest_of(step) == manifest
+        else:
+            is_one = step < newest or newest < 0 or self._continues(valid[newest])
+        if not is_one:
+            why = f"another launch has taken over {self.address}, and has other steps there"
+            set_aside(Found(None, [(path, why)]))
+        return is_one
+
+    def _continues(self, newest: Stored) -> bool:
+        """Whether what was saved here last comes after ``newest``, the latest one in the store."""
+        own, launches = _own_launch(self.folder), self.contents.launches
+        if own is None:
+            return not launches  # an earlier version has saved both
+        began = launches.get(own, StoredLaunch(own)).base
+        return newest[1] == own or (began is not None and began[0] >= newest[0])
+
+    def _manifest_of(self, step: int) -> bytes:
+        return self.store.read(f"{self.contents.committed[step]}/{MANIFEST}")
+
     def get(self, name: str) -> Path:
         """One checkpoint and the logs of the run, downloaded unless a local copy exists."""
         self._download_run_files()
@@ -103,13 +141,15 @@ class StoredRun:
 
     def load(self, name: str) -> Path:
         """One checkpoint, downloaded unless a local copy exists. It must be valid."""
-        path = self.folder / name
+        folder = self.contents.folder_of(name)
+        stored = stored_of(folder)
+        path = self.folder / (name if stored is None else f"checkpoint-{stored[0]}")
         if step_of(path) in {step_of(p) for p in committed(self.folder)}:
             report = verify_checkpoint(path, full=True)
             if report.ok:
                 return path
             raise CheckpointError(report.problems[0])
-        return download(self.store, name, self.folder)
+        return download(self.store, folder, self.folder)
 
     def identify(self) -> None:
         """Give the local folder the id of the stored run; of a new one, a new id, which its first
@@ -129,10 +169,49 @@ class StoredRun:
         claim(self.store, self.folder)
         self.store.write(name, data)
 
-    def mirror(self) -> Mirror:
-        """What uploads while the run trains."""
-        there, damaged = self.steps, self.damaged
-        return Mirror(self.store, self.folder, there=there, damaged=damaged, seconds=self.seconds)
+    def mirror(self, start: Path | None) -> Mirror | None:
+        """What uploads while the run trains from ``start`` on, as a launch of its own, or as the
+        one that was here last, if no other has begun since. None: what is there has changed, so
+        that ``start`` has to be found again."""
+        claim(self.store, self.folder)
+        step = -1 if start is None else step_of(start)
+        base = max((known for known in self.steps if known <= step), default=None)
+        number, launches = _own_launch(self.folder), self.contents.launches
+        has_latest = base == max(self.steps, default=None)
+        if number is None or number != max(launches, default=0) or not has_latest:
+            number = self._begin(base)
+        if number is None:
+            return None
+        valid, lineage = self.contents.lineage.valid.values(), self.contents.lineage
+        damaged = [stored for stored in valid if stored[0] in self.damaged]
+        leftovers = [each for each in self.contents.uncommitted if each[1] != number]
+        return Mirror(
+            self.store,
+            self.folder,
+            there=[stored for stored in valid if stored not in damaged],
+            damaged=damaged,
+            void=[*self.contents.void, *leftovers],
+            launch=lineage.launches[number],
+            seconds=self.seconds,
+        )
+
+    def _begin(self, base: int | None) -> int | None:
+        """Claim the next launch, which continues the checkpoint of the step ``base``; its number.
+        None: another has begun meanwhile, or has deleted that one."""
+        launch = replace(
+            self.contents.lineage.next_launch(base),
+            host=socket.gethostname(),
+            process=os.getpid(),
+            nonce=secrets.token_hex(8),
+        )
+        is_first = self.store.create(launch.file, launch.dump())
+        self.contents, self.damaged = Contents.of(self.store), set()
+        is_there = launch.base is None or launch.base in self.contents.lineage.committed
+        if not (is_first and is_there):
+            return None
+        with files.raising(CheckpointError):
+            files.write_aside(self.folder / LAUNCH, b"%d" % launch.number)
+        return launch.number
 
     def download_recipe(self) -> None:
         """Download the run's recipe, unless the run has already saved locally."""
@@ -156,6 +235,13 @@ class StoredRun:
                     files.write_aside(self.folder / name, data)
 
 
+def _own_launch(folder: Path) -> int | None:
+    """The number of the launch that was in a local folder last; None: none was."""
+    with suppress(OSError, ValueError):
+        return int(files.read_inside(folder, LAUNCH, _MAX_NUMBER))
+    return None
+
+
 class ObjectStores:
     """Every store that fsspec knows; see ``RemoteStores``."""
 
@@ -168,7 +254,7 @@ class ObjectStores:
 
     def fetch(self, address: Address, cache: Path | None = None, *, seconds: float = 600) -> Path:
         """The local copy of a checkpoint, or of the latest one of a run."""
-        is_one = step_of(Path(address.name)) >= 0
+        is_one = stored_of(address.name) is not None
         run = address.parent if is_one else address
         folder = (cache or default_cache()) / run.slug
         with files.raising(CheckpointError):
@@ -195,14 +281,14 @@ class ObjectStores:
 
     def verify(self, checkpoint: Address, *, full: bool) -> Report:
         """Check a checkpoint where it is stored."""
-        if step_of(Path(checkpoint.name)) < 0:
+        if stored_of(checkpoint.name) is None:
             raise CheckpointError(f"{checkpoint}: expected the URL of a checkpoint, …/checkpoint-N")
         return verify(Store(checkpoint.parent, seconds=60), checkpoint.name, full=full)
 
 
 def _open(address: Address, folder: Path, seconds: float) -> StoredRun:
     store = Store(address, seconds=seconds)
-    return StoredRun(store, folder, Contents(store.list()), seconds)
+    return StoredRun(store, folder, Contents.of(store), seconds)
 
 
 STORES = ObjectStores()
