@@ -5,6 +5,7 @@ import json
 import pytest
 
 import commands
+import surefoot
 from project import Project
 from project import tokenizer as project_tokenizer
 from surefoot.cli.plan import PARTS, duration
@@ -142,3 +143,36 @@ def test_a_memory_is_a_size(size, recipe):
 def test_an_automatic_size_needs_a_memory(recipe):
     message = refused(recipe, "train.micro_batch_size=auto", "--device", "gpu")
     assert "name it with --memory" in message
+
+
+def test_failures_on_many_nodes_are_shown_with_the_best_interval(recipe):
+    out = ok(recipe, "--nodes", 2048, "--device", "cpu")
+    assert "each 1 h 48 min on 2,048 nodes (6.5 per 1,000 days of a node)" in out
+    assert "assumed: the run has saved nothing yet" in out
+    assert "goodput      not known as it is; set --tokens-per-second" in out
+    shown = ok(recipe, "--nodes", 2048, "--tokens-per-second", 1, "checkpoint.save_steps=2")
+    assert "checkpoint.save_minutes: auto" in shown
+    rare = as_json(recipe, "--nodes", 2048, "--node-failures", 0.65)["failures"]
+    usual = as_json(recipe, "--nodes", 2048, "checkpoint.save_minutes=auto")["failures"]
+    assert rare["seconds_between_failures"] == pytest.approx(10 * 86_400_000 / (6.5 * 2048))
+    assert rare["best_goodput"] > usual["best_goodput"] > 0.9
+    assert usual["goodput"] == usual["best_goodput"]
+    assert usual["save_interval"] == usual["best_save_interval"] >= 60
+    assert "failures" not in as_json(recipe)
+    assert "--node-failures is of --nodes" in refused(recipe, "--node-failures", 2)
+
+
+def test_costs_of_failures_are_those_that_the_run_has_recorded(tmp_path, monkeypatch):
+    project = Project(
+        tmp_path, checkpoint={"save_steps": None, "save_minutes": "auto"}, train={"log_steps": 1}
+    )
+    monkeypatch.setattr("surefoot.checkpoint.saving.intervals.LEAST", 0.01)
+    monkeypatch.setattr("surefoot.training.control.FIRST", 0.0)
+    surefoot.train(project.recipe)
+    saved = [path.name for path in project.run.glob("checkpoint-*")]
+    assert len(saved) > 1, "the clock alone has saved before the end"
+    found = as_json(project.recipe, "--nodes", 1)["failures"]
+    assert found["is_measured"]
+    assert 0 < found["stall"] < 60
+    assert 0 < found["save"] < 60
+    assert 0 < found["restart"] < 600

@@ -20,8 +20,11 @@ class CheckpointSection:
 
     save_steps: int | None = 200
     """Save every this many steps."""
-    save_minutes: float | None = None
-    """Save every this many minutes."""
+    save_minutes: float | Literal["auto"] | None = None
+    """Save every this many minutes. ``auto``: as often as loses the least time to saves and
+    failures, by what a save and a start take in this run (Young and Daly), 1 to 60 minutes; usual
+    with ``save_steps: null``. ``surefoot plan --nodes N`` shows what that comes to.
+    """
     save_epoch: bool = False
     """Save at the end of every epoch."""
     keep: int | None = 3
@@ -74,7 +77,7 @@ class CheckpointSection:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        if self.save_minutes is not None and self.save_minutes <= 0:
+        if isinstance(self.save_minutes, (int, float)) and self.save_minutes <= 0:
             raise ValueError(f"save_minutes must be positive, got {self.save_minutes}")
         if self.remote_timeout_minutes < 0:
             raise ValueError(

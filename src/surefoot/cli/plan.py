@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -19,6 +19,7 @@ from .table import console, frame, print_json, table
 
 if TYPE_CHECKING:
     from ..recipe.recipe import Recipe
+    from ..use.estimate.failures import FailurePlan
     from ..use.estimate.plan import Plan
 
 PARTS = {
@@ -64,6 +65,18 @@ def _size(_context: click.Context, _option: click.Parameter, text: str | None) -
     help="Choose model.gradient_checkpointing and train.micro_batch_size so that a rank fits in "
     "SIZE, such as 24GB.",
 )
+@click.option(
+    "--nodes",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Show what failures cost a run on N nodes, and how often to save there.",
+)
+@click.option(
+    "--node-failures",
+    type=click.FloatRange(0, min_open=True),
+    metavar="X",
+    help="Of --nodes: failures in 1,000 days of a node, if not the usual 6.5.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def plan(
     recipe: Path,
@@ -73,6 +86,7 @@ def plan(
     tokens_per_second: float | None,
     memory: int | None,
     as_json: bool,
+    **failures: Any,
 ) -> None:
     """Estimate a run of RECIPE: steps, tokens, memory, disk, and time if the speed is known.
 
@@ -86,28 +100,41 @@ def plan(
 
     The speed is taken from train.output_dir/metrics.jsonl if the run has begun, unless it is given.
 
+    With --nodes, the expected goodput is shown: the share of the time that makes progress which is
+    kept, by what saves and a start have taken in this run (Young and Daly), and the interval
+    between saves with which it is largest, which is that of checkpoint.save_minutes: auto. Usual
+    failures are those of arXiv:2410.21680. The nodes change nothing else of the plan.
+
     OVERRIDES are dotted fields such as train.micro_batch_size=8. RECIPE and OVERRIDES can also be
     what `surefoot train` takes: a file of LLaMA-Factory, or its words, --stage sft ...
     """
 
+    nodes, rate = failures["nodes"], failures["node_failures"]
+    if rate is not None and nodes is None:
+        raise click.UsageError("--node-failures is of --nodes")
     if num_processes is not None:
         overrides = (*overrides, f"parallel.num_processes={num_processes}")
     loaded = resolved_recipe(recipe, overrides)
     with loading():
+        from ..use.estimate.failures import FailurePlan
         from ..use.estimate.plan import as_data, fitted, make_plan
 
     screen = Console(markup=False, stderr=True)
     with screen.status("rehearsing"):  # seconds; more for models of many layers
         loaded, machine, fitted_settings = fitted(loaded, device, memory)
         run_plan = make_plan(loaded, machine, tokens_per_second)
+    failing = None if nodes is None else FailurePlan.of(loaded, run_plan, nodes, rate)
     if as_json:
         more = {"fitted": fitted_settings} if fitted_settings else {}
+        more |= {"failures": failing.as_data()} if failing else {}
         print_json(as_data(run_plan) | more | {"remarks": _remarks(loaded, run_plan)})
         return
     if fitted_settings:
         words = " ".join(f"{name}={_value(value)}" for name, value in fitted_settings.items())
         console().print(f"fits in memory: {words}", soft_wrap=True)
     show(loaded, run_plan, is_given=tokens_per_second is not None)
+    if failing is not None:
+        console().print(frame("failures", _failure_lines(loaded, failing)))
 
 
 def show(recipe: Recipe, run_plan: Plan, *, is_given: bool) -> None:
@@ -180,6 +207,33 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {whole} s" if minutes else f"{whole} s"
+
+
+def _failure_lines(recipe: Recipe, failing: FailurePlan) -> Iterator[tuple[str, str]]:
+    rate = f"{failing.failures:.3g} per 1,000 days of a node"
+    between = duration(failing.between_failures)
+    yield "a failure", f"each {between} on {counted(failing.nodes, 'node')} ({rate})"
+    costs = failing.costs
+    yield (
+        "costs",
+        f"a save stops training for {costs.stall:.2g} s and is committed after {costs.save:.2g} s; "
+        f"{costs.detection:.2g} s until a failure is noticed, {costs.restart:.2g} s to the next "
+        "step",
+    )
+    measured = str(recipe.train.folder / "launches.jsonl")
+    yield "source", measured if failing.is_measured else "assumed: the run has saved nothing yet"
+    if failing.interval is None:
+        yield "goodput", "not known as it is; set --tokens-per-second, or train a few steps first"
+    else:
+        yield "goodput", _goodput(failing, failing.interval)
+    yield (
+        "at its best",
+        f"{_goodput(failing, failing.best_interval)} (checkpoint.save_minutes: auto)",
+    )
+
+
+def _goodput(failing: FailurePlan, interval: float) -> str:
+    return f"{failing.goodput(interval):.2%}, with a save each {duration(interval)}"
 
 
 def _memory_table(run_plan: Plan) -> Table:

@@ -100,7 +100,7 @@ class LaunchRecord:
             self.files.surroundings(start=step, **now, **changed)
         for callback in self.callbacks:
             if isinstance(callback, Heartbeat):
-                callback.blocking_seconds = lambda: trainer.saver.blocking_seconds
+                callback.saver = trainer.saver
         return trainer
 
     def ended(self, state: TrainerState, signal: Signals | None) -> None:

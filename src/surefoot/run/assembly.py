@@ -24,7 +24,7 @@ from ..training.callback import Callbacks, PolicyVersion, TrainerControl, Traine
 from ..training.callbacks.launches import NAME as LAUNCHES
 from ..training.callbacks.metric_files import METRICS, TENSORBOARD
 from ..training.callbacks.step_files import ROWS, STEPS, StepFiles
-from ..training.control import LogAccumulator, Trigger, standard_callbacks
+from ..training.control import LogAccumulator, save_trigger, standard_callbacks
 from ..training.kept_rollouts import KeptRollouts
 from ..training.out_of_memory import MemoryGuard
 from ..training.stage import POLICY
@@ -214,7 +214,7 @@ def build_trainer(
         added=state.added,
     )
     saves, is_compiled = parts.saves, parts.models.policy.section.compile
-    saving = Trigger(saves.save_steps, saves.save_minutes, saves.save_epoch)
+    saving = save_trigger(saves, saver, world)
     standard = standard_callbacks(section, saving, is_compiled=is_compiled, world=world)
     members = [*([] if trial else standard), *members]
     return Trainer(

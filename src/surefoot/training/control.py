@@ -18,7 +18,9 @@ from types import FrameType
 from rich.console import Console
 
 from ..checkpoint.disk.commit import step_of
+from ..checkpoint.saving.intervals import FIRST, FailureCosts, seconds_between_failures
 from ..checkpoint.saving.saver import AsyncSaver
+from ..checkpoint.section import CheckpointSection
 from ..errors import STOP_SIGNALS, RecipeError, counted
 from ..parallel.world import World
 from ..schema import variant_name
@@ -71,7 +73,7 @@ class Trigger:
     """Due every ``steps`` steps, every ``minutes`` minutes, or at the end of an epoch."""
 
     steps: int | None = None
-    minutes: float | None = None
+    minutes: float | Callable[[], float] | None = None  # which may change from time to time
     epoch: bool = False
     clock: Callable[[], float] = time.monotonic
     since: float = field(init=False)
@@ -81,10 +83,33 @@ class Trigger:
 
     def is_due(self, step: int) -> bool:
         """Whether it is due after ``step`` steps; the minutes then count from zero again."""
-        if self.minutes is not None and self.clock() - self.since >= 60 * self.minutes:
+        minutes = self.minutes() if callable(self.minutes) else self.minutes
+        if minutes is not None and self.clock() - self.since >= 60 * minutes:
             self.since = self.clock()
             return True
         return self.steps is not None and step % self.steps == 0
+
+
+def save_trigger(section: CheckpointSection, saver: AsyncSaver, world: World) -> Trigger:
+    """When a recipe saves."""
+    minutes = section.save_minutes
+    if minutes == "auto":
+        return Trigger(section.save_steps, lambda: best_minutes(saver, world), section.save_epoch)
+    return Trigger(section.save_steps, minutes, section.save_epoch)
+
+
+def best_minutes(saver: AsyncSaver, world: World) -> float:
+    """Minutes between two saves by what they and a start have taken in this launch, so that the
+    least time is lost to saves and failures."""
+    if not saver.num_committed:
+        return FIRST / 60
+    costs = FailureCosts(
+        stall=saver.blocking_seconds / saver.num_committed,
+        save=saver.save_seconds,
+        restart=world.progress.seconds.get("starting", 0.0),
+    )
+    nodes = max(1, world.size // world.num_local_ranks)
+    return costs.best_interval(seconds_between_failures(nodes)) / 60
 
 
 @dataclass

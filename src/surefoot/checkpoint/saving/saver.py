@@ -117,6 +117,8 @@ class AsyncSaver:
     """Whether a save waits for one in flight, or is skipped."""
     newest: Path | None = field(init=False, default=None)
     blocking_seconds: float = field(init=False, default=0.0)  # for which the loop has waited
+    num_committed: int = field(init=False, default=0)
+    save_seconds: float = field(init=False, default=0.0)  # of the latest, until it was committed
     num_skipped: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -368,6 +370,7 @@ class AsyncSaver:
         logger.debug("%s: %d bytes, %d of them shared, in %.2f s", *figures)
         if saved.is_committed:
             self.newest = saved.path
+            self.num_committed, self.save_seconds = self.num_committed + 1, saved.seconds
             self._done.append(saved.path)
             self._log_deleted(saved.replaced)
             for listener in self.listeners:

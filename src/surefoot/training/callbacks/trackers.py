@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from signal import SIGINT
 
+from ...checkpoint.saving.saver import AsyncSaver
 from ...errors import counted
 from ...log import fell_back
 from ...storage.child import Child
@@ -137,7 +138,7 @@ class Heartbeat(TrainerCallback):
     ``surefoot stop`` has requested a stop."""
 
     files: LaunchFiles
-    blocking_seconds: Callable[[], float] = lambda: 0.0  # that the loop has waited for saves
+    saver: AsyncSaver | None = None
     _first_step: int = 0
     _since: float = 0.0
 
@@ -164,8 +165,16 @@ class Heartbeat(TrainerCallback):
             self.files.log(
                 step=state.global_step,
                 peak_memory=peak_memory(),
-                save_blocking_seconds=round(self.blocking_seconds(), 6),
+                **self._of_saves(),
             )
+
+    def _of_saves(self) -> dict[str, float]:
+        """What saves have taken in this launch."""
+        if (saver := self.saver) is None:
+            return {"save_blocking_seconds": 0.0}
+        saves = {"num_saves": saver.num_committed, "save_seconds": round(saver.save_seconds, 6)}
+        waited = round(saver.blocking_seconds, 6)
+        return {"save_blocking_seconds": waited, **(saves if saver.num_committed else {})}
 
     def on_train_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
         """The last step is taken."""
