@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import random
 import shutil
 import signal
 import threading
@@ -23,6 +24,9 @@ from surefoot.plugins.cloud.mirror import LOCK
 from surefoot.recipe.recipe import load
 from surefoot.run.training_run import run
 from surefoot.use import locate
+
+# A run of which every third request fails meets the others.
+PROOF = [pytest.param(fault, marks=pytest.mark.proof) for fault in ("drop", 503)]
 
 
 def train(project, url=None, cache=None, **overrides):
@@ -281,6 +285,79 @@ def test_a_machine_that_comes_back_after_another_took_over_continues_that_one(
     assert "checkpoint-6.launch-3/manifest.json" in bucket.names()
 
 
+def test_a_local_checkpoint_without_its_manifest_comes_from_the_store(
+    project, whole, bucket, tmp_path, caplog
+):
+    folder = train(project, bucket.url, tmp_path / "one", train__max_steps=4)
+    (folder / "checkpoint-4" / "manifest.json").unlink()
+    caplog.set_level("INFO")
+    assert_is(train(project, bucket.url, tmp_path / "one"), whole)
+    assert "downloading checkpoint-4 " in caplog.text
+    assert "resuming from checkpoint-4" in caplog.text
+
+
+@pytest.mark.parametrize("fault", ["deaf", *PROOF])
+def test_a_claim_whose_answer_is_lost_is_made_once(project, bucket, server, tmp_path, fault):
+    """The store has done it and says nothing, or says no and has not done it."""
+    failed = []
+
+    def rule(method, path, count):
+        if method == "PUT" and ".launches/" in path and not failed:
+            failed.append(path)
+            return fault
+        return None
+
+    server.rule = rule
+    train(project, bucket.url, tmp_path, train__max_steps=2)
+    assert failed
+    server.is_well()
+    assert [name for name in bucket.names() if "launches/" in name] == [".launches/00001.json"]
+    assert bucket.committed() == [2]
+
+
+def test_a_claim_that_is_none_is_named(project, bucket, tmp_path):
+    train(project, bucket.url, tmp_path / "one", train__max_steps=2)
+    bucket.put(".launches/00002.json", b'{"history": "x"}')
+    why = r"\.launches/00002\.json: history: expected pairs"
+    for cache in ("one", "two"):
+        with pytest.raises(CheckpointError, match=why):
+            train(project, bucket.url, tmp_path / cache)
+
+
+@pytest.mark.proof
+def test_a_run_that_is_killed_on_changing_machines_is_the_same_to_the_bit(
+    project, bucket, server, tmp_path
+):
+    """At random moments; the next machine may begin while the last one still uploads."""
+    whole = train(project, tmp_path / "whole", train__max_steps=150)
+    draw = random.Random(7)
+    server.rule = lambda method, path, count: time.sleep(draw.random() / 20)
+    given = [f"train.output_dir={bucket.url}", "checkpoint.save_steps=3", "train.max_steps=150"]
+
+    def last_step(cache):
+        return max((s for p in cache.glob("*/metrics.jsonl") for s in losses(p.parent)), default=0)
+
+    kills = 0
+    while kills < 40:
+        cache = tmp_path / draw.choice(["one", "two", "three"])
+        process = start("train", project.recipe, *given, f"train.cache_dir={cache}")
+        until = draw.randrange(5, 40) + max(last_step(path) for path in tmp_path.iterdir())
+        while process.poll() is None and last_step(cache) < until:
+            time.sleep(0.02)
+        if process.poll() is not None:
+            break
+        process.kill()
+        process.communicate()
+        kills += 1
+    _, err = process.communicate()
+    assert process.returncode == 0, err
+    assert kills > 2
+    assert len([name for name in bucket.names() if "launches/" in name]) > 1
+    server.is_well()
+    last = train(project, bucket.url, tmp_path / "four", train__max_steps=150)
+    assert_is(last, whole)
+
+
 def test_a_run_that_starts_again_on_its_machine_is_the_same_launch(project, bucket, tmp_path):
     for steps in (2, 4, 6):
         train(project, bucket.url, tmp_path, checkpoint__save_steps=2, train__max_steps=steps)
@@ -336,10 +413,6 @@ def test_every_third_request_fails_and_the_run_is_there(project, whole, bucket, 
     assert bucket.committed() == [3, 6]
     assert_is(folder, whole)
     assert_is(train(project, bucket.url, tmp_path / "two"), whole)
-
-
-# A run of which every third request fails meets the others.
-PROOF = [pytest.param(fault, marks=pytest.mark.proof) for fault in ("drop", 503)]
 
 
 @pytest.mark.parametrize("fault", ["deaf", *PROOF])

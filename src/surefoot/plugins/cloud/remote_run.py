@@ -111,6 +111,8 @@ class StoredRun:
         is only used if these are damaged, is taken as one."""
         step, valid = step_of(path), self.contents.lineage.valid
         newest = max(valid, default=-1)
+        if not files.exists(path / MANIFEST):
+            return True  # it is damaged, which is found as of any other
         if step in valid:
             with files.raising(CheckpointError):
                 manifest = files.read_inside(path, MANIFEST, strict_json.MAX_BYTES)
