@@ -29,12 +29,11 @@ Each row is a tiny random model of the architecture, on one CPU, in float32, mad
 | resume | a stopped and resumed run ends in the same bits, full and LoRA |
 | export | a LoRA run exports to a model with the logits that PEFT computes |
 | head | log-probabilities are computed in chunks, full and LoRA |
-| kept tensors | a full run exports every tensor of the base's files |
+| kept tensors | a full run exports every tensor of the base's files, of unbuilt layers, too |
 
 *refused* is an error that says what to do instead; *fails* is not right yet. *Full logits* take
-more time and memory than chunks, and the log of a run says why. *No* tensors are kept that the code
-of the architecture does not use (heads that predict several tokens). The suffixes
-`:window`, `:alibi`, `:bias` and `:tied` are variants of an architecture.
+more time and memory than chunks, and the log of a run says why. The suffixes `:window`, `:alibi`,
+`:bias` and `:tied` are variants of an architecture.
 Doge: transformers computes rows longer than its `keep_window_size` otherwise with padding than
 alone, so `data.cutoff_len` may not be more.
 

@@ -12,6 +12,7 @@ SAMPLE = {  # what broke once, in a few seconds
     "gemma3n_text": ["full"],
     "gptj": ["packed"],
     "mixtral": ["head"],
+    "deepseek_v3": ["kept tensors"],
 }
 PICTURES = {  # what was wrong without a word, or a traceback
     "video_llama_3": "full",
@@ -25,7 +26,7 @@ def cells(row):
     return {column: cell for column, (cell, _) in row.items()}
 
 
-@pytest.mark.parametrize("name", some(SAMPLE, ["llama4_text"]))
+@pytest.mark.parametrize("name", some(SAMPLE, ["llama4_text", "deepseek_v3"]))
 def test_an_architecture_does_what_the_table_says(name, tmp_path):
     found = sweep.row(name, tmp_path / "model", SAMPLE[name])
     expected = {column: page.read()[name][column] for column in SAMPLE[name]}
