@@ -7,6 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 README, DEMO, TUTORIAL = ROOT / "README.md", ROOT / "docs/demo.md", ROOT / "docs/tutorial.md"
+STEP_45 = ROOT / "docs/step-45.md"
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "examples" / "README.md"])
 SHELLS = ("console", "sh", "bash", "shell")
 FENCE = re.compile(r"^( *)(```+)(\S*)([^\n`]*)\n(.*?)^\1\2 *$", re.MULTILINE | re.DOTALL)

@@ -15,6 +15,13 @@ def show(page, server, hash_, *, theme="light", language="en"):
     page.wait("return document.querySelector('#main h1')")
 
 
+def click(page, x, y):
+    """With the mouse, as a chart is clicked."""
+    button = {"button": "left", "clickCount": 1}
+    for kind, more in (("mouseMoved", {}), ("mousePressed", button), ("mouseReleased", button)):
+        page.cdp("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
+
+
 def violations(page):
     """What axe finds wrong for people who read by ear, by keyboard or by contrast."""
     if not AXE:

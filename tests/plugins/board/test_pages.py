@@ -8,7 +8,7 @@ import pytest
 from each import some
 
 from . import browser
-from .pages import check_on_a_phone, show, violations
+from .pages import check_on_a_phone, click, show, violations
 from .runs import COMPLETE, RECIPE, write_run
 
 pytestmark = pytest.mark.skipif(bool(browser.MISSING), reason=str(browser.MISSING))
@@ -109,9 +109,7 @@ def test_a_click_on_a_point_of_the_loss_asks_for_the_rows_of_its_step(page, serv
         "const { left, top, width, height } = document.querySelector('.u-over')"
         ".getBoundingClientRect(); return [left + width / 2, top + height / 2]"
     )
-    button = {"button": "left", "clickCount": 1}
-    for kind, more in (("mouseMoved", {}), ("mousePressed", button), ("mouseReleased", button)):
-        page.cdp("Input.dispatchMouseEvent", type=kind, x=middle[0], y=middle[1], **more)
+    click(page, *middle)
     field = "document.querySelector('input[type=number][aria-label=Step]').value"
     page.wait(f"return Math.abs(Number({field}) - 150) <= 20")
     page.wait_for("has no metrics of its steps and rows")  # a run of an earlier version

@@ -1,4 +1,5 @@
-"""The pictures of ``docs/how-to/board.md``, of the demo's runs; ``make pictures`` writes them.
+"""The pictures of the board in ``docs``, of the demo's runs and of the run of the page of a spike;
+``make pictures`` writes them.
 
 Each contains the words of the board that it shows, as text, which a test of the pages compares with
 the words that the board has today.
@@ -15,8 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from docs.pages import PAGES, STEP_45, blocks
+
 from . import browser
-from .pages import show
+from .pages import click, show
 from .serving import SOURCE, Server
 from .words import words
 
@@ -50,6 +53,21 @@ def server(root):
         yield found
 
 
+@pytest.fixture
+def spike(tmp_path, monkeypatch):
+    """A board over the run of the page of a spike."""
+    monkeypatch.chdir(tmp_path)  # rows are named by their file from there
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    for block in blocks(STEP_45):
+        if block.title:
+            Path(block.title).parent.mkdir(exist_ok=True)
+            Path(block.title).write_text(block.text, encoding="utf-8")
+    subprocess.run([sys.executable, "plant.py"], check=True)
+    surefoot(tmp_path, "train", "my/planted.yaml")
+    with contextlib.closing(Server(tmp_path)) as found:
+        yield found
+
+
 def surefoot(root, *words):
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     command = [sys.executable, "-m", "surefoot", *words]
@@ -61,8 +79,9 @@ def surefoot(root, *words):
 def look(page, server):
     """Show a page, wait for a text, and write its picture; looked at on a phone and in the dark."""
 
-    def looking(name, hash_, ready, prepare=lambda: None, size=(1280, 800)):
+    def looking(name, hash_, ready, prepare=lambda: None, size=(1280, 800), server=server):
         page.size(*size)
+        page.open(f"{server.address}static/icon.svg")  # what is stored is of a server
         show(page, server, hash_)
         prepare()
         page.wait(ready, seconds=120)
@@ -118,6 +137,25 @@ def test_run(look):
     look("run", "#/run?run=runs/quickstart", ready, size=(1280, 1000))
 
 
+def test_rows(page, look, spike):
+    """A click on the point of step 45, of the points of steps 5 to 60."""
+
+    def prepare():
+        page.wait("return document.querySelectorAll('canvas').length > 3")
+        page.click("Log scale")
+        point = page.run(
+            "const { left, top, width, height } = document.querySelector('.u-over')"
+            ".getBoundingClientRect(); return [left + width * 40 / 55, top + height / 2]"
+        )
+        click(page, *point)
+
+    ready = (
+        "return document.body.innerText.includes('line 465: loss 12') &&"
+        "document.querySelector('.u-over').getBoundingClientRect().bottom < innerHeight"
+    )
+    look("rows", "#/run?run=runs/planted", ready, prepare, (1280, 1060), spike)
+
+
 def test_new(page, look):
     ready = "return document.body.innerText.includes('Memory of a process at its peak')"
     prepare = lambda: page.click("Plan: steps, memory, disk")  # noqa: E731
@@ -158,8 +196,8 @@ def test_chat(page, look):
 
 
 def test_the_committed_pictures_are_small_and_those_of_the_pages():
-    page = (COMMITTED.parent / "how-to/board.md").read_text()
+    pages = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     for path in COMMITTED.glob("board-*.png"):
-        assert f"img/{path.name}" in page
+        assert f"img/{path.name}" in pages
         assert path.stat().st_size < MAX_BYTES
         assert path.read_bytes()[25] == 3, "a palette"

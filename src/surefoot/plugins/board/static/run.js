@@ -109,7 +109,7 @@ export async function page(body, { run, tab = "curves" }) {
     function rowsOf(number) {
       step.value = number;
       rows.hidden = false;
-      command(rows, post("api/rows", { run, step: Number(number) }), (_, text) => h("pre.log", { tabindex: 0, "aria-label": t("Rows of this step") }, text));
+      command(rows, post("api/rows", { run, step: Number(number) }), (_, text) => h("pre.log", { tabindex: 0, "aria-label": t("Rows of this step"), style: { maxHeight: "220px" } }, text));
     }
     replace(content, h("div.row", {}, log, h("label.row.soft", {}, t("Smoothing"), slider), h("div.grow"), whole,
       h("span.soft.small", {}, t("Drag, or + and −, to zoom; arrow keys to move; 0 to show all.")), h("label.row.soft.writes", {}, t("Step"), step),
