@@ -8,7 +8,6 @@ loading. Every cell is ``yes``, ``refused`` (by an error that says what to do, b
 import json
 import re
 import shutil
-import warnings
 
 import torch
 import torch.nn.functional as F
@@ -240,9 +239,7 @@ CHECKS = dict(zip(COLUMNS, (full, packed, lora, tp, resume, exported, head, kept
 def outcome(check, recipe, folder):
     """A cell, and why it is not ``yes``."""
     try:
-        with warnings.catch_warnings():  # of other packages, as a user's run would show them
-            warnings.simplefilter("ignore")
-            check(recipe, folder)
+        check(recipe, folder)
     except OtherError as error:
         return error.args
     except SurefootError as error:
