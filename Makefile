@@ -74,7 +74,7 @@ release: $(STAMP)  ## build what a release uploads into dist/, and prove it; upl
 	DIST=$(CURDIR)/dist $(BIN)/pytest -m 'proof or not proof' -o faulthandler_timeout=3600 tests/test_package.py
 	@echo 'Nothing was uploaded: on PyPI, the name surefoot is another project. To an index of your own: $(BIN)/twine upload -r NAME dist/*'
 
-pictures: $(STAMP)  ## take the pictures and recorded commands of README and docs anew; needs chromium
+pictures: $(STAMP)  ## take the pictures and recorded commands of README and docs anew; needs chromium and a Chinese font
 	$(BIN)/python tests/docs/record.py
 	PICTURES=docs/img $(BIN)/pytest -m proof -o faulthandler_timeout=3600 tests/plugins/board/test_pictures.py
 	cd benchmarks && ../$(BIN)/python learning.py --stages rm,dpo,kto,ppo --draw ../docs/img/learning.svg

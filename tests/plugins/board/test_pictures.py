@@ -117,6 +117,8 @@ def picture(page, name):
         found = data.getvalue()
     assert 8_000 < len(found) < MAX_BYTES
     if folder:
+        fonts = subprocess.run(["fc-list", ":lang=zh"], capture_output=True, check=True).stdout
+        assert fonts, "needs a Chinese font (Debian's fonts-noto-cjk), else 中文 is two boxes"
         (Path(folder) / f"{name}.png").write_bytes(found)
 
 
