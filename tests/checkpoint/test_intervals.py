@@ -62,7 +62,7 @@ def test_the_interval_has_bounds_and_room_for_a_save():
 
 def test_the_automatic_interval_follows_what_saves_have_taken():
     progress = SimpleNamespace(seconds={"starting": 8.0})
-    world = SimpleNamespace(size=16, num_local_ranks=8, progress=progress)
+    world = SimpleNamespace(num_nodes=2, progress=progress)
     saver = SimpleNamespace(num_committed=0, blocking_seconds=0.0, save_seconds=0.0)
     assert best_minutes(saver, world) == FIRST / 60
     saver = SimpleNamespace(num_committed=4, blocking_seconds=0.4, save_seconds=2.0)

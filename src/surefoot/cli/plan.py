@@ -123,7 +123,10 @@ def plan(
     with screen.status("rehearsing"):  # seconds; more for models of many layers
         loaded, machine, fitted_settings = fitted(loaded, device, memory)
         run_plan = make_plan(loaded, machine, tokens_per_second)
-    failing = None if nodes is None else FailurePlan.of(loaded, run_plan, nodes, rate)
+    failing = None
+    if nodes is not None:
+        saves, folder = loaded.checkpoint, loaded.train.folder
+        failing = FailurePlan.of(run_plan, saves, folder, nodes, rate)
     if as_json:
         more = {"fitted": fitted_settings} if fitted_settings else {}
         more |= {"failures": failing.as_data()} if failing else {}

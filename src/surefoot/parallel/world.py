@@ -128,6 +128,11 @@ class World:
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.size)) if self.size > 1 else 1
 
     @property
+    def num_nodes(self) -> int:
+        """The number of machines, if each has as many ranks as this one."""
+        return max(1, self.size // self.num_local_ranks)
+
+    @property
     def has_replicas_only(self) -> bool:
         """Whether there are several ranks, and each has all weights."""
         return self.size > 1 and self.size_along("dp_replicate") == self.size

@@ -108,8 +108,7 @@ def best_minutes(saver: AsyncSaver, world: World) -> float:
         save=saver.save_seconds,
         restart=world.progress.seconds.get("starting", 0.0),
     )
-    nodes = max(1, world.size // world.num_local_ranks)
-    return costs.best_interval(seconds_between_failures(nodes)) / 60
+    return costs.best_interval(seconds_between_failures(world.num_nodes)) / 60
 
 
 @dataclass

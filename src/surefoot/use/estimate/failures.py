@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoint.saving.intervals import FAILURES, FailureCosts, seconds_between_failures
-from ...recipe.recipe import Recipe
+from ...checkpoint.section import CheckpointSection
 from ...storage.files import parse_json
 from ...training.callbacks.launches import NAME, Follower
 from .plan import Plan
@@ -45,10 +45,15 @@ class FailurePlan:
 
     @classmethod
     def of(
-        cls, recipe: Recipe, run_plan: Plan, nodes: int, failures: float | None = None
+        cls,
+        run_plan: Plan,
+        saves: CheckpointSection,
+        folder: Path,
+        nodes: int,
+        failures: float | None = None,
     ) -> FailurePlan:
-        """That of ``recipe`` on ``nodes`` that fail ``failures`` times in 1,000 days each."""
-        measured = _measured(recipe.train.folder)
+        """That of a run in ``folder`` on ``nodes`` that fail ``failures`` times in 1,000 days."""
+        measured = _measured(folder)
         size = run_plan.saving.size.total / nodes
         stall, save = max(size / _COPY, _LEAST), max(size / _WRITE, _LEAST)
         assumed = FailureCosts(stall=stall, save=save, restart=_RESTART)
@@ -57,7 +62,7 @@ class FailurePlan:
             FAILURES if failures is None else failures,
             measured or assumed,
             measured is not None,
-            _interval(recipe, run_plan, measured or assumed, nodes),
+            _interval(saves, run_plan, measured or assumed, nodes),
         )
 
     def as_data(self) -> dict[str, Any]:
@@ -89,9 +94,10 @@ def _measured(folder: Path) -> FailureCosts | None:
     return None
 
 
-def _interval(recipe: Recipe, run_plan: Plan, costs: FailureCosts, nodes: int) -> float | None:
-    saves, seconds = recipe.checkpoint, run_plan.seconds
-    intervals = []
+def _interval(
+    saves: CheckpointSection, run_plan: Plan, costs: FailureCosts, nodes: int
+) -> float | None:
+    intervals, seconds = [], run_plan.seconds
     if saves.save_minutes == "auto":
         intervals.append(costs.best_interval(seconds_between_failures(nodes)))
     elif saves.save_minutes is not None:
