@@ -304,7 +304,7 @@ def begun(folder: RunFolder, recipe: Recipe) -> tuple[Path | None, RunMirror | N
     """Where a run begins (``resume_point``), and what uploads it from there on, if it is stored in
     a bucket."""
     while True:
-        start = resume_point(folder, recipe)
+        start = resume_point(folder, recipe.checkpoint, recipe.train)
         if folder.away is None:
             return start, None
         if (mirror := folder.away.mirror(start)) is not None:
@@ -312,19 +312,19 @@ def begun(folder: RunFolder, recipe: Recipe) -> tuple[Path | None, RunMirror | N
         logger.info("%s: another launch of this run has begun: looking again", folder.away.address)
 
 
-def resume_point(folder: RunFolder, recipe: Recipe) -> Path | None:
+def resume_point(folder: RunFolder, saves: CheckpointSection, train: TrainSection) -> Path | None:
     """The checkpoint to resume from, or None to start from scratch; those that fail verification
     are logged, renamed, and skipped. Raises ``RunError`` if ``none`` is set, but the folder
     contains valid checkpoints, ``CheckpointError`` if the requested one is missing or damaged, or
     if there are checkpoints and none is valid."""
     for leftover in clean(folder.path):
         logger.info("removed %s, the temporary folder of an interrupted save", leftover.name)
-    resume, steps = recipe.checkpoint.resume, _steps(folder)
+    resume, steps = saves.resume, _steps(folder)
     if resume == "none":
         if steps:
-            _set_aside_damaged(folder, recipe.train.output_dir, max(steps))
+            _set_aside_damaged(folder, train.output_dir, max(steps))
         return None
-    is_own = _is_within(resume, recipe.train.output_dir) or _is_inside(resume, folder.path)
+    is_own = _is_within(resume, train.output_dir) or _is_inside(resume, folder.path)
     if resume == "auto" or (steps and not is_own):
         if folder.away is not None:
             return folder.away.newest_sound()
@@ -335,11 +335,11 @@ def resume_point(folder: RunFolder, recipe: Recipe) -> Path | None:
     step = step_of(Path(resume))
     if is_own and any(later > step for later in steps):
         raise RunError(
-            f"checkpoint.resume: {recipe.train.output_dir} contains later checkpoints than "
+            f"checkpoint.resume: {train.output_dir} contains later checkpoints than "
             f"checkpoint-{step} (up to checkpoint-{max(steps)}), which training would reach; "
             "choose another train.output_dir"
         )
-    return _requested_checkpoint(folder, recipe.checkpoint, recipe.train.cache_dir)
+    return _requested_checkpoint(folder, saves, train.cache_dir)
 
 
 def _target(path: Path) -> Path:
