@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from project import Project, assert_same, final_weights, losses, start, surefoot
+from surefoot.errors import RunError
 from surefoot.parallel.launcher import launch
 
 FORKS = "from surefoot.parallel.fork_server import VARIABLE, fork_ranks\n"
@@ -261,16 +262,45 @@ def test_a_fork_server_that_fails_before_the_fork_fails_as_a_rank(tmp_path, capl
     assert "the process that forks the ranks was killed by SIGSEGV" in caplog.text
 
 
-def test_a_process_with_threads_is_not_forked_and_its_ranks_are_programs(tmp_path, caplog):
-    before = """
-    import threading, time
-    threading.Thread(target=time.sleep, args=(30,), daemon=True).start()
+THREADS = """
+import threading, time
+threading.Thread(target=time.sleep, args=(30,), daemon=True).start()
+"""
+CUDA = """
+import sys, types
+cuda = types.SimpleNamespace(_is_in_bad_fork=lambda: True)
+sys.modules["torch"] = types.SimpleNamespace(cuda=cuda)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "reason"), [(THREADS, "has started threads"), (CUDA, "has initialized CUDA")]
+)
+def test_what_no_fork_survives_makes_programs_of_the_ranks(before, reason, tmp_path, caplog):
+    script = f"""
+    open(os.path.join({str(tmp_path)!r}, f"{{os.getpid()}}-{{os.getppid()}}"), "w").close()
+    raise SystemExit(1)
     """
-    script = f"open(os.path.join({str(tmp_path)!r}, str(os.getppid())), 'w').close()"
-    assert launch(served(script, before), 2, forks=True) == 0
-    assert [path.name for path in tmp_path.iterdir()] == [str(os.getpid())]
-    assert "each rank imports for itself, which takes some seconds of a core" in caplog.text
-    assert "an imported module has started threads" in caplog.text
+    assert launch(served(script, before), 2, max_restarts=1, forks=True) == 1
+    assert {path.name.split("-")[1] for path in tmp_path.iterdir()} == {str(os.getpid())}
+    assert caplog.text.count("each rank imports for itself, which takes some seconds") == 1
+    assert f"an imported module {reason}" in caplog.text
+
+
+def test_a_fork_that_the_system_refuses_is_an_error_and_no_rank_stays(tmp_path):
+    before = """
+    import os
+    forks, real = [], os.fork
+    def fork():
+        if len(forks) == 2:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        forks.append(real())
+        return forks[-1]
+    os.fork = fork
+    """
+    with pytest.raises(RunError, match=r"rank 1 of 2 .*: Resource temporarily unavailable"):
+        launch(served(sleepers(tmp_path), before), 2, forks=True)
+    assert not any(map(is_alive, pids(tmp_path)[0]))
 
 
 IMPORTS = """
