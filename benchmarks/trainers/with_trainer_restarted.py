@@ -20,7 +20,7 @@ from transformers.trainer_utils import get_last_checkpoint
 def main() -> None:
     """Train until the last step, or until it is killed."""
     todo = task()
-    settings = {**arguments(todo), "save_strategy": "steps", "save_steps": 2}
+    settings = {**arguments(todo), "save_strategy": "steps", "save_steps": 25}
     trainer = Trainer(
         model=load_model(todo),
         args=TrainingArguments(

@@ -28,7 +28,7 @@ from ..errors import STOP_SIGNALS
 from ..storage.child import LAUNCHER, die_with_launcher
 
 VARIABLE = "SUREFOOT_FORK_SERVER"  # of a fork server: where its orders come from, number of ranks
-_PAUSE = 0.05  # seconds between two looks for ranks that have ended
+_PAUSE = 0.02  # seconds between two looks for ranks that have ended
 _LARGEST = 1 << 17  # bytes of a message
 
 

@@ -251,8 +251,9 @@ class _ProcessGroup:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
-                with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for a disk
-                    process.wait(_GRACE)
+        for process in self.processes:  # which end side by side
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for a disk
+                process.wait(_GRACE)
 
 
 def _report(rank: int | None, code: int) -> None:
