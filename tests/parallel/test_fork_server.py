@@ -75,14 +75,32 @@ def test_what_is_before_the_fork_is_done_once_for_all_ranks_and_restarts(tmp_pat
     assert capfd.readouterr().out == "imported\n", "what was buffered is written by each fork"
 
 
+def test_the_time_of_the_imports_is_part_of_the_time_to_start(tmp_path):
+    script = f"""
+    import subprocess, sys, time
+    from surefoot.training.callbacks.launches import process_began
+    if os.environ["RANK"] == "0":
+        program = "from surefoot.training.callbacks.launches import *; import time; "
+        program += "print(time.time() - process_began())"
+        own = time.time() - process_began()
+        child = subprocess.run([sys.executable, "-c", program], capture_output=True).stdout
+        open({str(tmp_path / "seconds")!r}, "w").write(f"{{own}} {{child.decode()}}")
+    """
+    began = time.monotonic()
+    assert launch(served(script, "import time\ntime.sleep(2)"), 2, forks=True) == 0
+    own, child = map(float, (tmp_path / "seconds").read_text().split())
+    assert 2 < own < time.monotonic() - began
+    assert child < own, "it is a process of its own"
+
+
 FACTS = """
 import faulthandler, gc, json, random, signal, sys, threading
 stat = open("/proc/self/stat").read().rpartition(")")[2].split()
-unlike = {"RANK", "LOCAL_RANK", "MASTER_PORT", "SUREFOOT_LAUNCHER"}
+unlike = {"RANK", "LOCAL_RANK", "MASTER_PORT", "SUREFOOT_LAUNCHER", "SUREFOOT_BEGAN"}
 facts = {
     "environment": {k: v for k, v in os.environ.items() if k not in unlike},
     "rank": [os.environ[name] for name in ("RANK", "LOCAL_RANK")],
-    "names": sorted(os.environ),
+    "names": sorted(set(os.environ) - {"SUREFOOT_BEGAN"}),
     "launcher": os.environ["SUREFOOT_LAUNCHER"] == str(os.getppid()),
     "leads a session": os.getsid(0) == os.getpid() == os.getpgid(0),
     "arguments": [sys.argv, sys.flags.safe_path],

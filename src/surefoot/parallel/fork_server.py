@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import STOP_SIGNALS
-from ..storage.child import LAUNCHER, die_with_launcher
+from ..storage.child import BEGAN, LAUNCHER, die_with_launcher
 
 VARIABLE = "SUREFOOT_FORK_SERVER"  # of a fork server: where its orders come from, number of ranks
 _PAUSE = 0.02  # seconds between two looks for ranks that have ended
@@ -214,7 +214,8 @@ def _why_not() -> str:
 def _become_rank(variables: Mapping[str, str], handlers: Mapping[signal.Signals, Any]) -> None:
     """Let this fork be as a process that was started with ``variables`` in its environment."""
     os.setsid()
-    os.environ.update({**variables, LAUNCHER: str(os.getppid())})
+    began = f"{variables[BEGAN]} {os.getpid()}"
+    os.environ.update({**variables, BEGAN: began, LAUNCHER: str(os.getppid())})
     if (random := sys.modules.get("numpy.random")) is not None:  # Python's own sees the fork
         random.seed()
     for number, handler in handlers.items():

@@ -23,7 +23,7 @@ from types import FrameType
 from ..errors import HUNG, OUT_OF_MEMORY, SKIPPED_STEPS, STOP_SIGNALS, RunError
 from ..log import fell_back
 from ..storage.cgroups import usable_cores
-from ..storage.child import LAUNCHER, die_with_launcher
+from ..storage.child import BEGAN, LAUNCHER, die_with_launcher
 from .fork_server import ForkedRank, ForkServer
 from .section import ParallelSection, launched
 from .sharding import AXES
@@ -121,6 +121,7 @@ class _ProcessGroup:
         self.command, self.count, self.server = command, count, server
         self.processes: list[subprocess.Popen[bytes] | ForkedRank] = []
         self._is_started = self._is_signaled = False
+        self._began = time.time()  # before imports, which are part of the time to start
         self._early: list[int] = []  # signals before all ranks were there
 
     @property
@@ -192,7 +193,7 @@ class _ProcessGroup:
     def _begin(self, variables: dict[str, str]) -> subprocess.Popen[bytes] | ForkedRank | None:
         """Start a rank; None if the fork server is dead. Raises ``OSError``."""
         if self.server is not None:
-            return self.server.start(variables)
+            return self.server.start({**variables, BEGAN: str(self._began)})
         own = {**variables, LAUNCHER: str(os.getpid())}
         # a session of its own: Ctrl-C reaches it through this process alone
         return subprocess.Popen(

@@ -25,6 +25,7 @@ from typing import Any
 from .files import open_log
 
 LAUNCHER = "SUREFOOT_LAUNCHER"  # number of the process that has started this one
+BEGAN = "SUREFOOT_BEGAN"  # of a fork: when its start was wanted, in seconds since 1970; its number
 _PACKAGES = str(Path(__file__).parents[2])  # where this very package lies
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 Message = dict[str, Any]
