@@ -24,6 +24,8 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
+from surefoot.parallel import fork_server
+
 DEFAULTS = {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
 DEFAULTS[signal.SIGINT] = signal.default_int_handler
 HAS_WATCH = True  # not in what pytest itself forks: its thread watches, which no copy has
@@ -165,7 +167,23 @@ def run(command, *, capture_output=False, check=False, timeout=None, popen=Popen
 
 
 def _watch():
-    faulthandler.dump_traceback_later(240, exit=True)
+    if WATCHED == [True]:
+        faulthandler.dump_traceback_later(240, exit=True)
+
+
+def _watch_rank():
+    """A fork server must not have the thread that watches, as no copy has it; its ranks have."""
+    WATCHED[:] = [WATCHED == ["ranks"]]
+    _watch()
+
+
+# A copy has no thread that watches, but would wait for it: a sweep starts trials.
+WATCHED = [False]  # this process, or the "ranks" that are forks of it
+os.register_at_fork(
+    before=lambda: WATCHED == [True] and faulthandler.cancel_dump_traceback_later(),
+    after_in_parent=_watch,
+    after_in_child=_watch_rank,
+)
 
 
 def become(theirs, command, place, pass_fds, start_new_session, prepare):
@@ -192,10 +210,8 @@ def become(theirs, command, place, pass_fds, start_new_session, prepare):
         os.nice = lambda increment: 0  # a test waits for it, and should not wait for all others
         if HAS_WATCH:
             # Whoever hangs says where, before the worker that waits for it is ended as hanging.
+            WATCHED[:] = ["ranks" if fork_server.VARIABLE in environment else True]
             _watch()
-            # A copy has no thread that watches, but would wait for it: a sweep starts trials.
-            cancel = faulthandler.cancel_dump_traceback_later
-            os.register_at_fork(before=cancel, after_in_parent=_watch)
         prepare(command)
         return _run(*_parsed(command))
     except BaseException:

@@ -26,6 +26,7 @@ LATER_FILES |= {"stages/_dpo", "training/losses"}
 LATER_FILES |= {"plugins/migrate/rules", "plugins/board/metrics"}
 LATER_FILES |= {"training/policy_gradient", "stages/_kto"}
 LATER_FILES |= {"checkpoint/float32_weights"}  # a conversion that casts nothing needs no models
+LATER_FILES |= {"parallel/launcher"}  # its ranks import, and it counts GPUs at most
 LAZY_FILES = {"cli", "__init__", "__main__"}
 MAX_FUNCTION, MAX_PARAMETERS = 80, 8
 PICKLES = {"plugins/trainers/pickles.py"}  # of the Hugging Face Trainer and of DCP, and no others
@@ -56,6 +57,7 @@ BESIDE_THE_DOOR = {
     "model/products": "/proc",
     "model/weights": "a temporary folder that it has just written",
     "parallel/_watchdog": "/proc, and a process that imports nothing",
+    "parallel/fork_server": "/proc",
     "run/_encoder_worker": "a temporary folder of its own",
     "run/_encoding_share": "standard output",
     "run/_launch": "/proc",

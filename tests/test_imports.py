@@ -95,6 +95,22 @@ except SystemExit as error:
     assert not loaded & (HEAVY | {"surefoot.run.training_run", "rich"})
 
 
+def test_what_starts_ranks_loads_nothing_that_trains(tmp_path):
+    """It counts GPUs, for which it takes torch, only where nobody says how many ranks there are."""
+    recipe = Project(tmp_path).recipe
+    started = f"""
+from surefoot.parallel import launcher
+launcher.launch = lambda *_, **__: 0
+from surefoot.cli.main import main
+try:
+    main(["train", {str(recipe)!r}, "parallel.num_processes=2"])
+except SystemExit as error:
+    assert error.code == 0, error.code"""
+    (loaded,) = loaded_after(started)
+    assert "surefoot.parallel.launcher" in loaded
+    assert not loaded & HEAVY
+
+
 IMPORT = "import surefoot.run.training_run"
 ADAPTER = ["import peft"]
 FIRST_STEP = """

@@ -17,7 +17,7 @@ from multiprocessing import reduction
 
 import forks
 from surefoot.checkpoint.saving import _writer_process as writer_process
-from surefoot.parallel import launcher
+from surefoot.parallel import fork_server, launcher
 from surefoot.training.callbacks import launches as training_process
 
 IMPORTED = ["surefoot.run.training_run", "surefoot.use", "torch.distributed.checkpoint"]
@@ -70,6 +70,7 @@ def _live(theirs, *birth):
 def _with_forks(command):
     """Let the ranks, the trials and the writers that this process starts be forked, too."""
     forks.put(launcher)
+    forks.put(fork_server)
     forks.put(writer_process)
     forks.put(training_process, _with_forks)
 

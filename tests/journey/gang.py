@@ -3,9 +3,9 @@
     python gang.py KILLS SEED COUNTS FOLDER
 
 Real ``surefoot train``, its launcher, its ranks and their writers, but forked, so that a start
-costs a second. Killed is the launcher, a rank or a writer, at any moment; the same command goes
-on, with as many processes as before or, if COUNTS names several numbers, with any of them. Every
-time the run comes to its end, it is compared with one that was never killed.
+costs a second. Killed is the launcher, its fork server, a rank or a writer, at any moment; the same
+command goes on, with as many processes as before or, if COUNTS names several numbers, with any of
+them. Every time the run comes to its end, it is compared with one that was never killed.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ from surefoot.checkpoint.saving import _writer_process as writer_process
 from surefoot.checkpoint.sources import read_whole
 from surefoot.checkpoint.verification import verify
 from surefoot.cli import train as imported_early  # noqa: F401
+from surefoot.parallel import fork_server
 from surefoot.parallel import launcher as launch
 
 ERROR = 2  # the code of a run that ends with an error of its own
@@ -51,6 +52,11 @@ def children(pid):
         return []
 
 
+def ranks_of(launcher):
+    """The forks of its fork server."""
+    return [pid for server in children(launcher) for pid in children(server)]
+
+
 def is_watchdog(pid):
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return "_watchdog" in Path(f"/proc/{pid}/cmdline").read_text()
@@ -71,9 +77,11 @@ def is_there(pid):
 
 def choose(launcher, count, rng):
     """Whom to kill: its kind and its number."""
-    ranks = children(launcher) if count > 1 else [launcher]
+    servers = children(launcher) if count > 1 else []
+    ranks = ranks_of(launcher) if count > 1 else [launcher]
     writers = [pid for rank in ranks for pid in children(rank) if not is_watchdog(pid)]
     kinds = {"writer": writers, "rank": ranks, "launcher": [launcher] if count > 1 else []}
+    kinds["server"] = servers
     kind = rng.choice([kind for kind, pids in kinds.items() if pids] or ["launcher"])
     return kind, rng.choice(kinds[kind] or [launcher])
 
@@ -102,7 +110,7 @@ def life(project, count, rng, kills, wanted):
     ranks, deadline, num_writers = [], time.monotonic() + SECONDS, 0
     is_now, expected = reached(project, rng), 0
     while (code := process.poll()) is None:
-        ranks = children(process.pid) or ranks
+        ranks = [*children(process.pid), *ranks_of(process.pid)] or ranks
         if kills.total() < wanted and not expected and is_now():
             kind, pid = choose(process.pid, count, rng)
             with contextlib.suppress(ProcessLookupError):
@@ -161,6 +169,7 @@ def compare(project, reference, is_bitwise):
 def main(wanted, seed, counts, folder):
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     forks.put(launch)
+    forks.put(fork_server)
     forks.put(writer_process)
     rng, kills, starts, rounds, worst = random.Random(seed), Counter(), 0, 0, (0.0, 0.0)
     reference = whole(folder / "reference", counts[0])

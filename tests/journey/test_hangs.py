@@ -328,8 +328,10 @@ def test_a_launcher_ends_with_the_rank_that_hung(launcher, tmp_path):
             tmp_path / "log"
         ).read_text()
         time.sleep(0.1)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    ranks = [int(pid) for pid in children if "train" in Path(f"/proc/{pid}/cmdline").read_text()]
+    ranks = children(process.pid)
+    if launcher == "surefoot":
+        ranks = children(*ranks)  # of the fork server
+    ranks = [pid for pid in ranks if "train" in Path(f"/proc/{pid}/cmdline").read_text()]
     os.kill(ranks[1], signal.SIGSTOP)
     code = process.wait(120)
     text = (tmp_path / "log").read_text()
@@ -339,6 +341,11 @@ def test_a_launcher_ends_with_the_rank_that_hung(launcher, tmp_path):
     assert launcher == "surefoot" or "exitcode  : 40" in text
     done = json.loads((made.run / REPORT).read_text())
     assert done["rank"] == 1
+
+
+def children(pid):
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(word) for word in text.split()]
 
 
 class Slow(TrainerCallback):

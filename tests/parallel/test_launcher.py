@@ -1,5 +1,7 @@
-"""Processes start together, end together, and the first that fails is the one that is heard."""
+"""Processes start together, end together, and the first that fails is the one that is heard:
+programs, and forks of one that has imported."""
 
+import contextlib
 import errno
 import os
 import re
@@ -14,6 +16,7 @@ import pytest
 
 from surefoot.errors import OUT_OF_MEMORY, RunError
 from surefoot.parallel import launcher
+from surefoot.parallel.fork_server import ForkServer
 from surefoot.parallel.launcher import _ProcessGroup, launch, num_processes, rerun_command
 from surefoot.parallel.section import ParallelSection
 
@@ -22,7 +25,41 @@ def command(script):
     return [sys.executable, "-c", textwrap.dedent(script)]
 
 
-def test_every_process_is_told_who_it_is(tmp_path):
+FORKS = """
+from surefoot.parallel.fork_server import fork_ranks
+fork_ranks(lambda count: None)
+"""
+
+
+@pytest.fixture(params=[False, True], ids=["programs", "forks"])
+def forks(request):
+    return request.param
+
+
+@pytest.fixture
+def run_ranks(forks):
+    """Runs a script in ranks: the exit code."""
+    return lambda script, count, **options: launch(
+        command(FORKS * forks + textwrap.dedent(script)), count, forks=forks, **options
+    )
+
+
+@pytest.fixture
+def make_group(forks):
+    """The ranks of a script, yet to be started."""
+    with contextlib.ExitStack() as servers:
+
+        def make(script, count):
+            words = command(FORKS * forks + textwrap.dedent(script))
+            server = ForkServer(words, os.environ, count) if forks else None
+            if server:
+                servers.callback(server.end)
+            return _ProcessGroup(words, count, server)
+
+        yield make
+
+
+def test_every_process_is_told_who_it_is(run_ranks, tmp_path):
     script = f"""
     import os
     from pathlib import Path
@@ -30,7 +67,7 @@ def test_every_process_is_told_who_it_is(tmp_path):
     told = " ".join(os.environ[name] for name in names)
     (Path({str(tmp_path)!r}) / os.environ["RANK"]).write_text(told)
     """
-    assert launch(command(script), 3) == 0
+    assert run_ranks(script, 3) == 0
     told = [(tmp_path / str(rank)).read_text().split() for rank in range(3)]
     assert [line[:4] for line in told] == [[str(r), str(r), "3", "127.0.0.1"] for r in range(3)]
 
@@ -42,7 +79,7 @@ def test_a_file_of_the_current_folder_is_no_module_of_the_ranks(tmp_path, monkey
     assert launch(rerun_command(["recipe", "--help"]), 2) == 0
 
 
-def test_the_first_failure_ends_the_others_and_is_the_exit_code():
+def test_the_first_failure_ends_the_others_and_is_the_exit_code(run_ranks):
     script = """
     import os, sys, time
     if os.environ["RANK"] == "1":
@@ -50,18 +87,18 @@ def test_the_first_failure_ends_the_others_and_is_the_exit_code():
     time.sleep(60)
     """
     began = time.monotonic()
-    assert launch(command(script), 3) == 7
+    assert run_ranks(script, 3) == 7
     assert time.monotonic() - began < 30
 
 
-def test_a_killed_process_ends_the_others():
+def test_a_killed_process_ends_the_others(run_ranks):
     script = """
     import os, signal, time
     if os.environ["RANK"] == "2":
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
     """
-    assert launch(command(script), 3) == 128 + signal.SIGKILL
+    assert run_ranks(script, 3) == 128 + signal.SIGKILL
 
 
 @pytest.mark.parametrize(
@@ -74,32 +111,32 @@ def test_a_killed_process_ends_the_others():
         ("sys.exit(40)", "^$"),  # a hang, which its watchdog has explained
     ],
 )
-def test_the_rank_that_failed_is_named(ending, said, caplog):
+def test_the_rank_that_failed_is_named(run_ranks, ending, said, caplog):
     script = f"""
     import os, sys, time
     if os.environ["RANK"] == "1":
         {ending}
     time.sleep(60)
     """
-    launch(command(script), 2)
+    run_ranks(script, 2)
     assert re.search(said, "".join(record.message for record in caplog.records))
 
 
-def test_ranks_that_leave_steps_out_have_not_failed():
+def test_ranks_that_leave_steps_out_have_not_failed(make_group, run_ranks):
     """They end one after another; the others must not be killed meanwhile."""
     script = """
     import os, sys, time
     time.sleep(0.3 * int(os.environ["RANK"]))
     sys.exit(3)
     """
-    gang = _ProcessGroup(command(script), 2)
+    gang = make_group(script, 2)
     gang.start()
     assert gang.watch() == 3
     assert [process.returncode for process in gang.processes] == [3, 3]
-    assert launch(command(script), 2, max_restarts=2) == 3
+    assert run_ranks(script, 2, max_restarts=2) == 3
 
 
-def test_ranks_that_have_stopped_by_themselves_have_not_failed(monkeypatch):
+def test_ranks_that_have_stopped_by_themselves_have_not_failed(make_group, run_ranks, monkeypatch):
     """One of them got a signal, a callback has requested a stop, or `surefoot stop` has."""
     monkeypatch.setattr(launcher, "_GRACE", 0.0)
     script = """
@@ -107,14 +144,14 @@ def test_ranks_that_have_stopped_by_themselves_have_not_failed(monkeypatch):
     time.sleep(0.5 - 0.5 * int(os.environ["RANK"]))
     sys.exit(130)
     """
-    gang = _ProcessGroup(command(script), 2)
+    gang = make_group(script, 2)
     assert gang.run() == 130
     assert [process.returncode for process in gang.processes] == [130, 130]
     assert gang.was_stopped
-    assert launch(command(script), 2, max_restarts=2) == 130
+    assert run_ranks(script, 2, max_restarts=2) == 130
 
 
-def test_of_two_failures_at_once_the_one_that_was_killed_is_told():
+def test_of_two_failures_at_once_the_one_that_was_killed_is_told(make_group):
     """The other one may have ended before anybody looked: its connection was closed."""
     script = """
     import os, signal, sys
@@ -122,14 +159,14 @@ def test_of_two_failures_at_once_the_one_that_was_killed_is_told():
         os.kill(os.getpid(), signal.SIGKILL)
     sys.exit(1)
     """
-    gang = _ProcessGroup(command(script), 2)
+    gang = make_group(script, 2)
     gang.start()
     for process in gang.processes:
         process.wait()
     assert gang.watch() == 128 + signal.SIGKILL
 
 
-def test_a_dead_gang_is_started_again_as_often_as_allowed(tmp_path):
+def test_a_dead_gang_is_started_again_as_often_as_allowed(run_ranks, tmp_path):
     script = f"""
     import os, sys
     from pathlib import Path
@@ -138,19 +175,19 @@ def test_a_dead_gang_is_started_again_as_often_as_allowed(tmp_path):
     count.write_text(str(tries + 1))
     sys.exit(1 if tries < 2 else 0)
     """
-    assert launch(command(script), 1, max_restarts=1) == 1
-    assert launch(command(script), 1, max_restarts=1) == 0
+    assert run_ranks(script, 1, max_restarts=1) == 1
+    assert run_ranks(script, 1, max_restarts=1) == 0
     assert (tmp_path / "0").read_text() == "3"
 
 
-def test_an_error_of_the_user_is_not_tried_again(tmp_path):
+def test_an_error_of_the_user_is_not_tried_again(run_ranks, tmp_path):
     script = f"""
     import os, sys
     with open({str(tmp_path / "tries")!r}, "a") as file:
         file.write("x")
     sys.exit(2)
     """
-    assert launch(command(script), 1, max_restarts=5) == 2
+    assert run_ranks(script, 1, max_restarts=5) == 2
     assert (tmp_path / "tries").read_text() == "x"
 
 
@@ -172,7 +209,9 @@ def _hears_interrupts():
 
 @pytest.mark.usefixtures("_hears_interrupts")
 @pytest.mark.parametrize("number", STOPS)
-def test_a_signal_reaches_every_process_once_and_their_code_is_the_answer(tmp_path, number):
+def test_a_signal_reaches_every_process_once_and_their_code_is_the_answer(
+    run_ranks, tmp_path, number
+):
     script = f"""
     import os, signal, sys, time
     from pathlib import Path
@@ -192,7 +231,7 @@ def test_a_signal_reaches_every_process_once_and_their_code_is_the_answer(tmp_pa
         os.kill(os.getpid(), number)
 
     threading.Thread(target=press).start()
-    assert launch(command(script), 2, max_restarts=3) == 128 + number
+    assert run_ranks(script, 2, max_restarts=3) == 128 + number
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == [f"{number} "] * 2
 
 
@@ -207,7 +246,7 @@ def test_a_signal_while_ranks_are_started_stops_them_all(tmp_path, monkeypatch):
     assert launch(command("import time; time.sleep(60)"), 2) == 128 + signal.SIGTERM
 
 
-def test_a_rank_that_has_stopped_leaves_the_others_their_time(tmp_path, monkeypatch):
+def test_a_rank_that_has_stopped_leaves_the_others_their_time(run_ranks, tmp_path, monkeypatch):
     """Rank 0 may upload for minutes after the others have ended."""
     monkeypatch.setattr(launcher, "_GRACE", 0.1)
     script = f"""
@@ -229,7 +268,7 @@ def test_a_rank_that_has_stopped_leaves_the_others_their_time(tmp_path, monkeypa
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=press).start()
-    assert launch(command(script), 2) == 128 + signal.SIGTERM
+    assert run_ranks(script, 2) == 128 + signal.SIGTERM
     assert (tmp_path / "uploaded").exists()
 
 
@@ -304,7 +343,7 @@ def is_alive(pid):
         return file.read().split()[2] != "Z"
 
 
-def test_ranks_that_have_lowered_their_batches_start_again_without_counting(tmp_path):
+def test_ranks_that_have_lowered_their_batches_start_again_without_counting(run_ranks, tmp_path):
     script = f"""
     import os, sys
     from pathlib import Path
@@ -313,5 +352,5 @@ def test_ranks_that_have_lowered_their_batches_start_again_without_counting(tmp_
     is_short = os.environ["RANK"] == "1" and len([*launches.glob("1-*")]) < 3
     sys.exit({OUT_OF_MEMORY} if is_short else 0)
     """
-    assert launch(command(script), 2) == 0
+    assert run_ranks(script, 2) == 0
     assert len([*tmp_path.glob("1-*")]) == 3

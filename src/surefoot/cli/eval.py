@@ -127,7 +127,7 @@ def _evaluate_on_held_out_data(
 
         compare = comparison()
     if parallel != ParallelSection():
-        start_ranks(parallel)
+        start_ranks(parallel, ["surefoot.use.run_evaluation"])
     with loading():
         from ..parallel.sharded_model import with_replicas
         from ..parallel.world import joined
@@ -226,7 +226,7 @@ def _evaluate_on_tasks(path: str, overrides: Sequence[str], options: Mapping[str
     )
     output, force = options["output"] or Path(f"{'-'.join(names)}.jsonl"), options["force"]
     check_output(output, force=force)
-    start_ranks(prediction.parallel)
+    start_ranks(prediction.parallel, ["surefoot.use.prediction"])
     with loading():
         from ..parallel.sharded_model import with_replicas
         from ..parallel.world import joined

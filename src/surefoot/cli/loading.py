@@ -3,10 +3,13 @@ garbage collections, and the ranks that are started."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., object])
 
 
-@contextmanager
+@contextlib.contextmanager
 def loading() -> Iterator[None]:
     """Import inside; the garbage collector is off, and later skips what has been imported.
 
@@ -39,19 +42,35 @@ def loading() -> Iterator[None]:
 
 def start_ranks(
     parallel: ParallelSection,
+    modules: Sequence[str],
     more: Sequence[str] = (),
     check: Callable[[int], None] = lambda _: None,
 ) -> None:
     """If several ranks are to run this command line, with ``more`` words, start them, and exit as
-    they do. ``check`` gets their number before, and raises what each of them would raise."""
+    they do. ``check`` gets their number before, and raises what each of them would raise.
+    ``modules`` are imported once, by the process of which the ranks are forks: in it, this checks
+    and imports, and returns in each rank."""
+    from ..parallel.fork_server import VARIABLE, fork_ranks
+
+    if VARIABLE in os.environ:
+        fork_ranks(partial(_prepare, modules, check))
+        return
     with loading():
         from ..parallel.launcher import launch, num_processes, rerun_command
 
     if (count := num_processes(parallel)) > 1:
-        check(count)
-        raise SystemExit(
-            launch(rerun_command([*sys.argv[1:], *more]), count, parallel.max_restarts)
-        )
+        command, forks = rerun_command([*sys.argv[1:], *more]), sys.platform == "linux"
+        if not forks:
+            check(count)
+        raise SystemExit(launch(command, count, parallel.max_restarts, forks=forks))
+
+
+def _prepare(modules: Sequence[str], check: Callable[[int], None], count: int) -> None:
+    check(count)  # errors come before the slow imports
+    with loading():
+        for module in modules:
+            with contextlib.suppress(Exception):  # each rank raises it again, and says it
+                importlib.import_module(module)
 
 
 def resolved_recipe(path: Path, overrides: Sequence[str]) -> Recipe:

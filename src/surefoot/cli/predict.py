@@ -164,7 +164,7 @@ def _answer(
     """Write the responses to all prompts to ``place``, or print them."""
     from ..data.text.prompts import write_answers
 
-    start_ranks(prediction.parallel)
+    start_ranks(prediction.parallel, ["surefoot.use.prediction"])
     with loading():
         from ..parallel.sharded_model import with_replicas
         from ..parallel.world import joined
@@ -215,7 +215,7 @@ def _score(
     in the second."""
     from ..data.text.prompts import write_rows
 
-    start_ranks(prediction.parallel)
+    start_ranks(prediction.parallel, ["surefoot.use.prediction"])
     with loading():
         from ..parallel.sharded_model import with_replicas
         from ..parallel.world import joined

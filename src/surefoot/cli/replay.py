@@ -311,7 +311,7 @@ def ranks_of(run: Path, launch: Launch | None) -> Iterator[tuple[World, Parallel
 
     settings, ranks = ({}, None) if launch is None else (launch.settings, launch.ranks)
     parallel = LaunchRecipe.of(run, settings, ranks, run).parallel
-    start_ranks(parallel)
+    start_ranks(parallel, ["surefoot.run.replay"])
     with loading():
         from ..parallel.world import joined
 

@@ -64,7 +64,8 @@ def train(recipe: str, overrides: tuple[str, ...], trust_pickle: bool) -> None:
     extras = converted.extras
     extras.check()
     retyped = [*more, "--trust-pickle"] if more else ()
-    start_ranks(loaded.parallel, retyped, partial(_check_ranks, loaded))
+    modules = ("surefoot.run.training_run", *loaded.method.packages)
+    start_ranks(loaded.parallel, modules, retyped, partial(_check_ranks, loaded))
     is_main = (launched(os.environ) or (0,))[0] == 0
     for line in _shown(converted) if is_main else ():
         click.echo(visible(line), err=True)

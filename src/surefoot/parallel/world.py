@@ -4,7 +4,6 @@ communicate."""
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import os
 import re
@@ -23,14 +22,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from ..errors import LostPeerError, RunError, SurefootError, counted
 from ..log import announced
-from ..storage.child import LAUNCHER
+from ..storage.child import die_with_launcher
 from ..storage.memory import allocator_message, is_out_of_memory
 from .progress import Progress, wait_for_ranks
 from .section import ParallelSection, launched, name_ranks
 from .sharding import DATA_AXES
 
 _PLACE = re.compile(r"^\[[^]]*\.cc:\d+\] ")
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _WAIT = (
     "%s of %d at %s, for up to %g minutes (parallel.timeout). WORLD_SIZE, RANK and "
     "MASTER_ADDR, or SLURM's names of them, are in the environment: if no launcher has started "
@@ -260,15 +258,6 @@ def _gathered(value: Any, count: int, group: dist.ProcessGroup | None = None) ->
 
 
 ALONE = World()
-
-
-def die_with_launcher() -> None:
-    """Ask the system to send this process SIGTERM, so that it saves, if its parent process dies."""
-    if LAUNCHER in os.environ:
-        with contextlib.suppress(OSError, AttributeError):  # only Linux can
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != int(os.environ[LAUNCHER]):  # it has died already
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextlib.contextmanager

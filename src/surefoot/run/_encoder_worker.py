@@ -17,10 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import DataError, SurefootError
-from ..parallel.world import die_with_launcher
 from ..recipe.recipe import load
 from ..recipe.recipe_data import encode_datasets, read_encoding
-from ..storage.child import Child
+from ..storage.child import Child, die_with_launcher
 from ..storage.files import read_file
 
 POLL_SECONDS = 0.05

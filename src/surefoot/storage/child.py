@@ -8,6 +8,7 @@ that process at the latest: by its finalizer, or because it asks for that as the
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import select
@@ -24,8 +25,20 @@ from typing import Any
 from .files import open_log
 
 LAUNCHER = "SUREFOOT_LAUNCHER"  # number of the process that has started this one
+BEGAN = "SUREFOOT_BEGAN"  # of a fork: when its start was wanted, in seconds since 1970; its number
 _PACKAGES = str(Path(__file__).parents[2])  # where this very package lies
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 Message = dict[str, Any]
+
+
+def die_with_launcher(number: signal.Signals = signal.SIGTERM) -> None:
+    """Ask the system to send this process a signal if its parent process dies: by SIGTERM, a rank
+    saves."""
+    if LAUNCHER in os.environ:
+        with contextlib.suppress(OSError, AttributeError):  # only Linux can
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+        if os.getppid() != int(os.environ[LAUNCHER]):  # it has died already
+            os.kill(os.getpid(), number)
 
 
 class Child:

@@ -29,6 +29,7 @@ from typing import Any
 from ... import json_lines
 from ...errors import RunError
 from ...parallel.progress import Progress
+from ...storage.child import BEGAN
 from ...storage.files import (
     File,
     append_line,
@@ -183,7 +184,11 @@ def process() -> dict[str, object]:
 
 
 def process_began() -> float:
-    """When this process was started, in seconds since 1970; now, if the system does not say."""
+    """When this process was started, or the imports for a fork, in seconds since 1970; now, if the
+    system does not say."""
+    seconds, _, pid = os.environ.get(BEGAN, "").partition(" ")
+    if pid == str(os.getpid()):
+        return float(seconds)
     try:
         stat = Path("/proc/self/stat").read_text()
         age = time.clock_gettime(time.CLOCK_BOOTTIME)
