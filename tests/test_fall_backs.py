@@ -76,6 +76,7 @@ ANSWERS = {  # what is caught there is an answer, or said by others; no slower w
     "use/exporting/opened_alone.py: _media": "a model that reads text alone",
     "use/exporting/opened_alone.py: read_alone": "a sentence of what differs",
     "use/model_loading.py: _named_base": "the next place, else an error",
+    "use/estimate/failures.py: _measured": "a run without records, which the plan says",
 }
 
 

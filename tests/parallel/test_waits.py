@@ -33,6 +33,7 @@ ON_THE_HOST = {
     "model/packed_attention.py": {"cu_seqlens", "branches"},
     "optim/_rules/few_bits.py": {"means", "-means"},
     "parallel/world.py": {"totals", "maxima", "by_axis.flatten(end_dim=-2)"},
+    "run/counterfactual.py": {"read_step_file(folder, STEPS)"},
     "run/from_python.py": {"value", "tensor.detach()"},
     "run/row_gradients.py": {"rows.items"},
     "run/rows_record.py": {"rows[start:len(rows) - end]"},
@@ -42,7 +43,7 @@ ON_THE_HOST = {
     "training/kept_rollouts.py": {"computed.logps"},
     "training/precompute.py": {"np.cumsum([0, *map(len, window_set.windows.values())])"},
     "training/step.py": {"self.values", "pending.values", "values"},
-    "training/windows.py": {"column['lengths']"},
+    "training/windows.py": {"column['lengths']", "rows.items"},
 }
 CONVERTED = {
     "parallel/pipeline.py": Counter(["int", "_numbers"]),

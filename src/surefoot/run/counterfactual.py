@@ -20,6 +20,7 @@ from ..data.order.loader import Omitted
 from ..data.section import DataSection
 from ..data.training_data import row_places
 from ..errors import RunError
+from ..parallel.progress import wait_for_ranks
 from ..parallel.world import World
 from ..storage import files
 from ..training.arguments import Context
@@ -109,8 +110,8 @@ class _Arm(Watcher):
         with set_aside(trainer):
             losses = run_again(trainer, trainer.windows.loader.deal(examples))
         parts = [torch.stack([loss.total.double(), loss.weight.double()]) for loss in losses]
-        total, weight = trainer.policy.step.sums(torch.stack(parts).sum(0).detach()).tolist()
-        self._common[state.global_step + 1] = _mean(total, weight)
+        sums = trainer.policy.step.sums(torch.stack(parts).sum(0).detach())
+        self._common[state.global_step + 1] = _mean(*wait_for_ranks(sums.tolist))
 
     def finish(self) -> None:
         """``outcome`` is there."""
