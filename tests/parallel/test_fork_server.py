@@ -368,7 +368,7 @@ print(torch.get_num_threads(), uses, text, flush=True)
 """
 
 
-@pytest.mark.parametrize("threads", ["1", "2"])
+@pytest.mark.parametrize("threads", [pytest.param("1", marks=pytest.mark.proof), "2"])
 def test_a_fork_computes_the_bits_of_a_program_in_as_many_threads(threads, capfd, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
     said = []

@@ -229,7 +229,13 @@ class Held:
         server.rule = rule
 
 
-@pytest.mark.parametrize("part", ["checkpoint-4/rank_00000/model", "checkpoint-4/manifest.json"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param("checkpoint-4/rank_00000/model", marks=pytest.mark.proof),
+        "checkpoint-4/manifest.json",
+    ],
+)
 def test_a_launch_that_wakes_up_late_changes_nothing(
     project, whole, bucket, server, tmp_path, part
 ):
