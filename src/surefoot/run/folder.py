@@ -332,7 +332,8 @@ def resume_point(folder: RunFolder, saves: CheckpointSection, train: TrainSectio
     if not is_address(resume):
         target = _target(Path(resume))  # its own are known by one name, however they are spelled
         resume = str(folder.path / target.name if is_own else target)
-    step = step_of(Path(resume))
+    name = Path(resume).name
+    step = step_of(Path(folder.away.local_name(name) if is_own and folder.away else name))
     if is_own and any(later > step for later in steps):
         raise RunError(
             f"checkpoint.resume: {train.output_dir} contains later checkpoints than "

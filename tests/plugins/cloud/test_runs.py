@@ -291,6 +291,19 @@ def test_a_machine_that_comes_back_after_another_took_over_continues_that_one(
     assert "checkpoint-6.launch-3/manifest.json" in bucket.names()
 
 
+def test_a_folder_of_a_later_launch_is_a_checkpoint_by_either_name(project, bucket, tmp_path):
+    train(project, bucket.url, tmp_path / "one", train__max_steps=2)
+    train(project, bucket.url, tmp_path / "two", train__max_steps=4)
+    for name in ("checkpoint-4", "checkpoint-4.launch-2"):
+        asked = f"{bucket.url}/{name}"
+        assert CliRunner().invoke(main, ["ckpt", "verify", asked]).exit_code == 0
+        folder = train(project, tmp_path / name, checkpoint__resume=asked)
+        assert max(losses(folder)) == 6
+    asked = f"{bucket.url}/checkpoint-4.launch-2"
+    train(project, bucket.url, tmp_path / "three", checkpoint__resume=asked, train__max_steps=5)
+    assert bucket.committed()[-1] == 5
+
+
 def test_a_local_checkpoint_without_its_manifest_comes_from_the_store(
     project, whole, bucket, tmp_path, caplog
 ):

@@ -382,6 +382,9 @@ class RemoteRun(Protocol):
         """The local folder to resume from, downloaded if need be; None if there is no checkpoint.
         Raises ``CheckpointError`` if there are some, none of which is valid."""
 
+    def local_name(self, name: str) -> str:
+        """What the checkpoint in the folder ``name`` there is called here, ``checkpoint-N``."""
+
     def get(self, name: str) -> Path:
         """One checkpoint and the logs of the run, downloaded unless a local copy exists."""
 

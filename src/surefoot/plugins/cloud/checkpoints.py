@@ -42,6 +42,7 @@ from .lineage import (
     Stored,
     StoredLaunch,
     claims,
+    local_name,
     name_of,
     stored_of,
 )
@@ -315,14 +316,8 @@ def _read_manifest(store: Store, there: Contents, name: str) -> tuple[bytes, Man
         raise CheckpointError(f"{where}: {there.files[file]} bytes are too many for a manifest")
     text = store.read(file)
     manifest = parse(text, where)
-    check_step(_local(name), str(store.address.inside(name)), manifest.step)
+    check_step(Path(local_name(name)), str(store.address.inside(name)), manifest.step)
     return text, manifest
-
-
-def _local(name: str) -> Path:
-    """What a folder in a store is called here."""
-    stored = stored_of(name)
-    return Path(name if stored is None else f"checkpoint-{stored[0]}")
 
 
 def _wrong_length(sizes: Mapping[str, int], there: Mapping[str, int]) -> str | None:
@@ -353,7 +348,7 @@ def list_store(address: Address) -> list[CheckpointLine]:
 
 
 def _line(store: Store, there: Contents, name: str) -> tuple[CheckpointLine, TrainerStateFile]:
-    path, state = _local(name), TrainerStateFile()
+    path, state = Path(local_name(name)), TrainerStateFile()
     try:
         _, manifest = _read_manifest(store, there, name)
     # As above: a listing must not call it damaged.

@@ -42,6 +42,12 @@ def stored_of(name: str) -> Stored | None:
     return None if match is None else (int(match[1]), int(match[2] or FIRST))
 
 
+def local_name(name: str) -> str:
+    """What the checkpoint in a folder in a store is called here, ``checkpoint-N``."""
+    stored = stored_of(name)
+    return name if stored is None else f"checkpoint-{stored[0]}"
+
+
 def claim_of(name: str) -> int | None:
     """The number of the launch whose claim a file is; None: it is none."""
     match = _CLAIM.fullmatch(name)

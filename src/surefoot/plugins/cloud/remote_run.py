@@ -36,7 +36,7 @@ from .checkpoints import (
     run_id,
     verify,
 )
-from .lineage import Stored, StoredLaunch, name_of, stored_of
+from .lineage import Stored, StoredLaunch, local_name, name_of, stored_of
 from .mirror import Mirror
 from .store import Store
 
@@ -136,6 +136,10 @@ class StoredRun:
     def _manifest_of(self, step: int) -> bytes:
         return self.store.read(f"{self.contents.committed[step]}/{MANIFEST}")
 
+    def local_name(self, name: str) -> str:
+        """What the checkpoint in the folder ``name`` there is called here, ``checkpoint-N``."""
+        return local_name(name)
+
     def get(self, name: str) -> Path:
         """One checkpoint and the logs of the run, downloaded unless a local copy exists."""
         self._download_run_files()
@@ -144,8 +148,7 @@ class StoredRun:
     def load(self, name: str) -> Path:
         """One checkpoint, downloaded unless a local copy exists. It must be valid."""
         folder = self.contents.folder_of(name)
-        stored = stored_of(folder)
-        path = self.folder / (name if stored is None else f"checkpoint-{stored[0]}")
+        path = self.folder / local_name(name)
         if step_of(path) in {step_of(p) for p in committed(self.folder)}:
             report = verify_checkpoint(path, full=True)
             if report.ok:
