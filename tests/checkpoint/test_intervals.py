@@ -12,7 +12,8 @@ from surefoot.checkpoint.saving.intervals import (
     FailureCosts,
     seconds_between_failures,
 )
-from surefoot.training.control import best_minutes
+from surefoot.checkpoint.section import CheckpointSection
+from surefoot.training.control import best_minutes, save_trigger
 
 COSTS = FailureCosts(stall=2.0, save=20.0, restart=30.0)
 
@@ -58,6 +59,19 @@ def test_the_interval_has_bounds_and_room_for_a_save():
     assert FailureCosts(0.01, 500.0, 5.0).best_interval(1e4) == 1000.0
     assert FailureCosts(50.0, 1.0, 5.0).best_interval(20.0) == LEAST
     assert FailureCosts(1.0, 1.0, 1e6).goodput(60.0, 10.0) == 0.0
+
+
+@pytest.mark.parametrize("minutes", [5.0, "auto"])
+def test_one_clock_decides_for_all_ranks(minutes):
+    """Each rank does what any does: the clocks of two would save twice, at neighboring steps."""
+    section = CheckpointSection(save_steps=None, save_minutes=minutes)
+    saver = SimpleNamespace(num_committed=0)
+    main, other = (
+        save_trigger(section, saver, SimpleNamespace(is_main=is_main)) for is_main in (True, False)
+    )
+    for trigger in (main, other):
+        trigger.clock, trigger.since = lambda: FIRST + 1.0, 0.0
+    assert (main.is_due(1), other.is_due(1)) == (True, False)
 
 
 def test_the_automatic_interval_follows_what_saves_have_taken():

@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
+from typing import TypeAlias
 
 from rich.console import Console
 
@@ -34,6 +36,7 @@ from .section import CALLBACKS, TrainSection
 from .step import StepMetrics
 
 logger = logging.getLogger(__name__)
+Minutes: TypeAlias = "float | Callable[[], float] | None"  # which may change from time to time
 
 
 def standard_callbacks(
@@ -42,8 +45,8 @@ def standard_callbacks(
     """The callbacks of the recipe, in the order in which they are called."""
     members: list[TrainerCallback] = [
         IntervalCallback(
-            Trigger(section.log_steps, section.log_minutes, section.log_epoch),
-            Trigger(section.eval_steps, section.eval_minutes, section.eval_epoch),
+            _trigger(section.log_steps, section.log_minutes, section.log_epoch, world),
+            _trigger(section.eval_steps, section.eval_minutes, section.eval_epoch, world),
             saving,
         )
     ]
@@ -73,7 +76,7 @@ class Trigger:
     """Due every ``steps`` steps, every ``minutes`` minutes, or at the end of an epoch."""
 
     steps: int | None = None
-    minutes: float | Callable[[], float] | None = None  # which may change from time to time
+    minutes: Minutes = None
     epoch: bool = False
     clock: Callable[[], float] = time.monotonic
     since: float = field(init=False)
@@ -90,12 +93,17 @@ class Trigger:
         return self.steps is not None and step % self.steps == 0
 
 
+def _trigger(steps: int | None, minutes: Minutes, epoch: bool, world: World) -> Trigger:
+    """One clock decides for all ranks: each does what any does, and no two clocks are alike, so
+    that two of them would save, log or evaluate twice, at neighboring steps."""
+    return Trigger(steps, minutes if world.is_main else None, epoch)
+
+
 def save_trigger(section: CheckpointSection, saver: AsyncSaver, world: World) -> Trigger:
     """When a recipe saves."""
-    minutes = section.save_minutes
-    if minutes == "auto":
-        return Trigger(section.save_steps, lambda: best_minutes(saver, world), section.save_epoch)
-    return Trigger(section.save_steps, minutes, section.save_epoch)
+    given = section.save_minutes
+    minutes: Minutes = partial(best_minutes, saver, world) if given == "auto" else given
+    return _trigger(section.save_steps, minutes, section.save_epoch, world)
 
 
 def best_minutes(saver: AsyncSaver, world: World) -> float:
