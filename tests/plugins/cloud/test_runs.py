@@ -21,8 +21,10 @@ from surefoot.checkpoint.verification import verify
 from surefoot.cli.main import main
 from surefoot.errors import CheckpointError, RunError, SurefootError
 from surefoot.plugins.cloud.mirror import LOCK
+from surefoot.plugins.cloud.remote_run import STORES
 from surefoot.recipe.recipe import load
 from surefoot.run.training_run import run
+from surefoot.storage.remote import Address
 from surefoot.use import locate
 
 # A run of which every third request fails meets the others.
@@ -282,6 +284,8 @@ def test_a_machine_that_comes_back_after_another_took_over_continues_that_one(
     server.is_well()
     train(project, bucket.url, tmp_path / "two", checkpoint__save_steps=2, train__max_steps=4)
     assert "checkpoint-4.launch-2/manifest.json" in bucket.names()
+    with pytest.raises(CheckpointError, match="has another checkpoint-4, as another launch"):
+        STORES.fetch(Address(f"{bucket.url}/checkpoint-4"), tmp_path / "one")
     caplog.set_level("INFO")
     folder = train(project, bucket.url, tmp_path / "one", checkpoint__save_steps=2)
     assert "checkpoint-6 failed verification (another launch has taken over s3://" in caplog.text

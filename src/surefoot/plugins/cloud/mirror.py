@@ -49,7 +49,7 @@ from .store import Store
 
 logger = logging.getLogger(__name__)
 LOCK = ".upload.lock"
-_FIRST = StoredLaunch(FIRST)
+_FIRST_LAUNCH = StoredLaunch(FIRST)
 _PAUSE = 0.2  # seconds between two looks at a lock
 _LONG = 3600.0  # seconds; an answer that is waited for is waited for again
 Task = Mapping[str, Any]  # upload: a step or None; replace: what is damaged there; forget: names
@@ -81,7 +81,7 @@ class Mirror:
         there: Collection[Stored] = (),
         damaged: Collection[Stored] = (),
         void: Collection[Stored] = (),
-        launch: StoredLaunch = _FIRST,
+        launch: StoredLaunch = _FIRST_LAUNCH,
         seconds: float = 600,
     ) -> None:
         """``there`` and ``damaged`` are of this run; ``void`` are deleted once this ``launch`` has

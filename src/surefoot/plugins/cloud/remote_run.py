@@ -114,10 +114,7 @@ class StoredRun:
         if not files.exists(path / MANIFEST):
             return True  # it is damaged, which is found as of any other
         if step in valid:
-            with files.raising(CheckpointError):
-                manifest = files.read_inside(path, MANIFEST, strict_json.MAX_BYTES)
-            is_its_own = valid[step][1] == _own_launch(self.folder)
-            is_one = is_its_own or self._manifest_of(step) == manifest
+            is_one = self._is_stored(path)
         else:
             is_one = step < newest or newest < 0 or self._continues(valid[newest])
         if not is_one:
@@ -133,8 +130,14 @@ class StoredRun:
         began = launches.get(own, StoredLaunch(own)).base
         return newest[1] == own or (began is not None and began[0] >= newest[0])
 
-    def _manifest_of(self, step: int) -> bytes:
-        return self.store.read(f"{self.contents.committed[step]}/{MANIFEST}")
+    def _is_stored(self, path: Path) -> bool:
+        """Whether a local checkpoint is not another one than that of its step in the store."""
+        stored = self.contents.lineage.valid.get(step_of(path))
+        if stored is None or stored[1] == _own_launch(self.folder):
+            return True
+        with files.raising(CheckpointError):
+            manifest = files.read_inside(path, MANIFEST, strict_json.MAX_BYTES)
+        return self.store.read(f"{name_of(stored)}/{MANIFEST}") == manifest
 
     def local_name(self, name: str) -> str:
         """What the checkpoint in the folder ``name`` there is called here, ``checkpoint-N``."""
@@ -151,9 +154,14 @@ class StoredRun:
         path = self.folder / local_name(name)
         if step_of(path) in {step_of(p) for p in committed(self.folder)}:
             report = verify_checkpoint(path, full=True)
-            if report.ok:
-                return path
-            raise CheckpointError(report.problems[0])
+            if not report.ok:
+                raise CheckpointError(report.problems[0])
+            if not self._is_stored(path):
+                raise CheckpointError(
+                    f"{path}: {self.address} has another {path.name}, as another launch has taken "
+                    "over the run; rename this one, so that the stored one is downloaded"
+                )
+            return path
         return download(self.store, folder, self.folder)
 
     def identify(self) -> None:
