@@ -1,6 +1,7 @@
 """The plan command: a screen to read, JSON to compute with, and errors as everywhere."""
 
 import json
+import re
 
 import pytest
 
@@ -159,6 +160,8 @@ def test_failures_on_many_nodes_are_shown_with_the_best_interval(recipe):
     assert usual["goodput"] == usual["best_goodput"]
     assert usual["save_interval"] == usual["best_save_interval"] >= 60
     assert "failures" not in as_json(recipe)
+    shown = ok(recipe, "--nodes", 2048, "--node-failures", 0.065)
+    assert re.search(r"at its best .* \(checkpoint.save_minutes: [\d.]+\)", shown)
     assert "--node-failures is of --nodes" in refused(recipe, "--node-failures", 2)
 
 

@@ -229,10 +229,9 @@ def _failure_lines(recipe: Recipe, failing: FailurePlan) -> Iterator[tuple[str, 
         yield "goodput", "not known as it is; set --tokens-per-second, or train a few steps first"
     else:
         yield "goodput", _goodput(failing, failing.interval)
-    yield (
-        "at its best",
-        f"{_goodput(failing, failing.best_interval)} (checkpoint.save_minutes: auto)",
-    )
+    best = failing.best_interval
+    minutes = "auto" if failing.is_usual else f"{best / 60:.3g}"
+    yield "at its best", f"{_goodput(failing, best)} (checkpoint.save_minutes: {minutes})"
 
 
 def _goodput(failing: FailurePlan, interval: float) -> str:

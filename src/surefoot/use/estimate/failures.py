@@ -30,6 +30,11 @@ class FailurePlan:
     interval: float | None  # seconds between saves, as the recipe says; None: not known
 
     @property
+    def is_usual(self) -> bool:
+        """Whether nodes fail as often as ``checkpoint.save_minutes: auto`` expects."""
+        return self.failures == FAILURES
+
+    @property
     def between_failures(self) -> float:
         """Seconds."""
         return seconds_between_failures(self.nodes, self.failures)
