@@ -78,7 +78,7 @@ def test_a_step_without_a_row_is_the_mean_of_the_others_and_later_ones_follow(pr
     found = both(project.run, (6, 8), [row.replace(": line ", ":")], tmp_path / "scratch")
     assert found.steps == [6]
     assert found.replay.is_equal
-    assert found.start_step == 5
+    assert found.replay.plan.start_step == 5
     steps, rows = (read_step_file(project.run, name) for name in (STEPS, ROWS))
     others = np.sort(rows[20:24])[:3]  # all have as many trained tokens
     assert found.before.losses[6] == pytest.approx(np.mean(others), rel=1e-6)

@@ -50,11 +50,6 @@ class Counterfactual:
     before: ArmMetrics
     without: ArmMetrics
 
-    @property
-    def start_step(self) -> int:
-        """The step after which both arms begin."""
-        return self.replay.plan.start_step
-
 
 @dataclass
 class _Arm(Watcher):
