@@ -71,21 +71,47 @@ def load(
     if only is not None and (unknown := sorted(set(only) - set(states))):
         raise ValueError(f"only: no state {unknown[0]!r}; there are {', '.join(states)}")
     checkpoint = open_checkpoint(Path(folder))
-    with_files, rest = adopted({n: states[n] for n in states if only is None or n in only})
-    skeleton = checkpoint.skeleton()
     with files.raising(CheckpointError, f"cannot load {folder}"):
-        jobs = [
-            _job_of(checkpoint, name, state, skeleton, has_files=name in with_files)
-            for name, state in (
-                with_files | {n: UnshardedState(s) for n, s in rest.items()}
-            ).items()
-        ]
+        jobs = _jobs(checkpoint, states, only)
         tensors = _read(checkpoint, jobs, is_verified=is_verified)
         trees = [
             job.tree(into, f"{folder}: {job.name}") for job, into in zip(jobs, tensors, strict=True)
         ]
     for job, tree in zip(jobs, trees, strict=True):
         job.state.load_state_dict(tree)
+
+
+def needed(
+    folder: Path, states: Mapping[str, Stateful], *, only: Collection[str] | None = None
+) -> list[Piece]:
+    """The pieces that ``load`` would read of ``folder`` on this rank. Raises ``CheckpointError``
+    as it does."""
+    checkpoint = open_checkpoint(folder)
+    with files.raising(CheckpointError, f"cannot load {folder}"):
+        return [
+            piece
+            for job in _jobs(checkpoint, states, only)
+            for name, pieces in job.to_read.items()
+            for piece in pieces
+            if _is_wanted(piece, _targets(job.current, {name: pieces})[name], job, name)
+        ]
+
+
+def _is_wanted(piece: Piece, target: torch.Tensor, job: _Job, name: str) -> bool:
+    box = local_box_of(name, target, job.state.cuts_of(name)).box
+    return not piece.box.size or (piece.box & box) is not None
+
+
+def _jobs(
+    checkpoint: CheckpointFolder, states: Mapping[str, Stateful], only: Collection[str] | None
+) -> list[_Job]:
+    with_files, rest = adopted({n: states[n] for n in states if only is None or n in only})
+    skeleton = checkpoint.skeleton()
+    everything = with_files | {n: UnshardedState(s) for n, s in rest.items()}
+    return [
+        _job_of(checkpoint, name, state, skeleton, has_files=name in with_files)
+        for name, state in everything.items()
+    ]
 
 
 def _job_of(
@@ -158,10 +184,18 @@ def _read(
     checkpoint: CheckpointFolder, jobs: Sequence[_Job], *, is_verified: bool
 ) -> list[dict[str, torch.Tensor]]:
     """Open and check every file that is needed, then fill the tensors, several at a time."""
-    names = sorted({p.file for job in jobs for pieces in job.to_read.values() for p in pieces})
+    targets = [_targets(job.current, job.pieces) for job in jobs]
+    parts = [
+        (job, piece, name, into[name])
+        for job, into in zip(jobs, targets, strict=True)
+        for name, pieces in job.to_read.items()
+        for piece in pieces
+        if _is_wanted(piece, into[name], job, name)
+    ]
+    parts.sort(key=lambda part: part[1].num_bytes, reverse=True)  # so that all end together
     with ExitStack() as stack:
+        names = sorted({piece.file for _, piece, _, _ in parts})
         opened = {name: stack.enter_context(checkpoint.tensors(name)) for name in names}
-        targets = [_targets(job.current, job.pieces) for job in jobs]
 
         def read(part: tuple[_Job, Piece, str, torch.Tensor]) -> None:
             job, piece, name, tensor = part
@@ -170,13 +204,6 @@ def _read(
             if not (is_checked or is_verified):
                 checkpoint.check_stored(opened[piece.file], piece)
 
-        parts = [
-            (job, piece, name, into[name])
-            for job, into in zip(jobs, targets, strict=True)
-            for name, pieces in job.to_read.items()
-            for piece in pieces
-        ]
-        parts.sort(key=lambda part: part[1].num_bytes, reverse=True)  # so that all end together
         in_parallel(read, parts, _READERS)
     return targets
 

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..checkpoint.disk.folder import tokenizer_of
+from ..checkpoint.fetching import is_outline
+from ..checkpoint.saving._writing import Apart
 from ..checkpoint.saving.preparation import WriterGroup
 from ..checkpoint.saving.saver import AsyncSaver, SaveListener
 from ..model import products, weights
@@ -59,9 +61,11 @@ def build(
     listeners: Sequence[SaveListener] = (),
     trial: Around | None = None,
     stage_parts: StageParts = AS_IN_THE_RECIPE,
+    apart: Apart | None = None,
 ) -> Trainer:
     """The Trainer of a recipe, with the states of the checkpoint ``resume`` if one is given, and
-    ``stage_parts`` in place of the stage's. ``trial`` is for measurements of speed: it wraps
+    ``stage_parts`` in place of the stage's. Its ranks save to the same folder, or ``apart`` in a
+    store. ``trial`` is for measurements of speed: it wraps
     forward and backward, auxiliary models compute nothing, and there are no callbacks except the
     given ones."""
     start = Start.of(resume, world) if isinstance(resume, Path) else resume
@@ -86,7 +90,7 @@ def build(
         del ahead  # no name keeps what is not needed any more in memory
     others = open_models(parts.models, separate_roles(parts.models, policy), parts.codec, world)
     networks = with_auxiliary(parts.models, policy, others)
-    saver = build_saver(parts, policy, listeners)
+    saver = build_saver(parts, policy, listeners, apart)
     read = read_besides(parts, policy, data)
     end_with_responses(policy, parts.codec)  # the files beside the weights have their own
     trainer = build_trainer(
@@ -117,7 +121,10 @@ def prepare_process(parts: RunParts, world: World) -> None:
 
 
 def build_saver(
-    parts: RunParts, policy: Network, listeners: Sequence[SaveListener] = ()
+    parts: RunParts,
+    policy: Network,
+    listeners: Sequence[SaveListener] = (),
+    apart: Apart | None = None,
 ) -> AsyncSaver:
     """The saver of a run: the folder of its checkpoints, and their companions."""
     world, codec, base = policy.world, parts.codec, parts.base
@@ -128,10 +135,13 @@ def build_saver(
     files |= {} if codec.media is None else codec.media.processor.files
     files |= policy.weights.small_files(base.at_commit(), base.folder, codec.stop_token_ids)
     section, train, start = parts.saves, parts.train, parts.start
+    resumed_from = None if start is None else start.folder
+    if resumed_from is not None and is_outline(resumed_from):
+        resumed_from = train.folder / resumed_from.name  # of which there is one on each machine
     return AsyncSaver(
         train.folder,
         keep=section.rule(),
-        resumed_from=None if start is None else start.folder,
+        resumed_from=resumed_from,
         is_foreign=start is not None and start.writer is not None,
         share=section.share_unchanged,
         in_background=section.async_save,
@@ -146,7 +156,9 @@ def build_saver(
             world.axes,
             world.gathered,
             world.from_main,
+            apart is not None,
         ),
+        apart=apart,
         listeners=listeners,
         beside=(METRICS, LAUNCHES, TENSORBOARD, STEPS, ROWS),
         kind=policy.weights.kind,

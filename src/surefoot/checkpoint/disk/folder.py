@@ -135,9 +135,12 @@ def is_download(folder: Path) -> bool:
     )
 
 
-def open_checkpoint(folder: Path, *, follow: bool = False) -> CheckpointFolder:
-    """Open ``folder`` by its manifest; a ``CheckpointError`` if it is not a complete checkpoint.
-    With ``follow``, and in the cache of a hub, its files may be links."""
+def open_checkpoint(
+    folder: Path, *, follow: bool = False, is_part: bool = False
+) -> CheckpointFolder:
+    """Open ``folder`` by its manifest; a ``CheckpointError`` if it is not a complete checkpoint,
+    or with ``is_part``, not what one rank has written of one. With ``follow``, and in the cache of
+    a hub, its files may be links."""
     where, follow = folder / MANIFEST, follow or is_download(folder)
     with files.raising(CheckpointError):
         if not files.exists(where):
@@ -147,7 +150,7 @@ def open_checkpoint(folder: Path, *, follow: bool = False) -> CheckpointFolder:
         opened = files.open_file(where) if follow else files.open_inside(folder, MANIFEST)
         with opened as file:
             data = files.read_all(file, strict_json.MAX_BYTES)
-    manifest = parse(data, str(where))
+    manifest = parse(data, str(where), is_part=is_part)
     check_step(folder, str(folder), manifest.step)
     return CheckpointFolder(folder, manifest, follow)
 

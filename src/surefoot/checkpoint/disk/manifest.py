@@ -160,8 +160,9 @@ def _lines(value: object) -> str:
     return "{}" if isinstance(value, Mapping) else json.dumps(value)
 
 
-def parse(data: bytes, where: str) -> Manifest:
-    """Parse a manifest, and reject one that is damaged, of a later format, or inconsistent."""
+def parse(data: bytes, where: str, *, is_part: bool = False) -> Manifest:
+    """Parse a manifest, and reject one that is damaged, of a later format, or inconsistent. With
+    ``is_part`` it is what one rank has written, so that tensors need not be complete."""
     raw = strict_json.parse_object(data, where)
     # The version comes first: a later format may have another seal, and
     # the message must name the format.
@@ -171,7 +172,7 @@ def parse(data: bytes, where: str) -> Manifest:
     pieces = [parse_piece(p, f"{where}: piece {i}") for i, p in enumerate(raw["pieces"])]
     field_values = {field.name: raw[field.name] for field in fields(Manifest)}
     manifest = Manifest(**{**field_values, "pieces": tuple(pieces)})
-    check_consistent(manifest, where)
+    check_consistent(manifest, where, is_part=is_part)
     return manifest
 
 
@@ -251,8 +252,9 @@ def parse_piece(raw: object, where: str) -> Piece:
     return Piece(shape=shape, box=Box(start, extent), **text)
 
 
-def check_consistent(manifest: Manifest, where: str) -> None:
-    """Check that names stay in the folder, pieces have files, and tensors are covered once."""
+def check_consistent(manifest: Manifest, where: str, *, is_part: bool = False) -> None:
+    """Check that names stay in the folder, pieces have files, and tensors are covered once (unless
+    it ``is_part`` of a checkpoint only)."""
     for name, size in manifest.files.items():
         if not is_plain_name(name) or name == MANIFEST:
             raise CheckpointError(
@@ -270,7 +272,7 @@ def check_consistent(manifest: Manifest, where: str) -> None:
                 f"{where}: {piece.tensor[:200]!r} is in {piece.file[:200]!r}, which is not a "
                 "file of this checkpoint"
             )
-    for name, pieces in manifest.by_tensor().items():
+    for name, pieces in () if is_part else manifest.by_tensor().items():
         _check_pieces(pieces, f"{where}: tensor {name[:200]!r}", manifest.layout)
 
 

@@ -27,7 +27,7 @@ from ...storage import files
 from ...storage.files import PAGE
 from ...storage.memory import exclusive, free_memory
 from ..disk.tensorfile import FilePlan, num_bytes, parse, ranges_of
-from ._writing import Job, Shard, WriteShare
+from ._writing import Apart, Job, Shard, WriteShare
 
 _SPARE = 96 << 20  # bytes for the writer process, and for what the next step may need besides
 _WORTH_BYPASSING = 256 << 10  # bytes; less of a file that others write as well goes to the cache
@@ -240,6 +240,7 @@ class JobSnapshot:
             }
             for shard, start in zip(self.job.shards, self.images.starts, strict=True)
         ]
+        plain["apart"] = None if self.job.apart is None else asdict(self.job.apart)
         root = str(self.job.root.absolute())
         return {**plain, "root": root, "shards": shards, "small": self.small}
 
@@ -259,5 +260,7 @@ def parse_job(message: dict[str, Any], arena: SnapshotBuffer) -> tuple[Job, File
             share = WriteShare(boxes, share["has_head"])
         shards.append(Shard(shard["role"], plan, share))
     small = {n: bytes(arena.view[at : at + size]) for n, (at, size) in message["small"].items()}
-    job = Job(**{**message, "root": Path(message["root"]), "shards": shards, "small": small})
+    apart = None if message["apart"] is None else Apart(**message["apart"])
+    known = {"root": Path(message["root"]), "shards": shards, "small": small, "apart": apart}
+    job = Job(**{**message, **known})
     return job, FileImages(arena, [shard["start"] for shard in message["shards"]], shards)

@@ -61,6 +61,34 @@ class Shard:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Apart:
+    """The store in which the ranks of one launch save together, and their folder of the run. Each
+    machine has another one there."""
+
+    url: str  # of the run
+    launch: int
+    history: Sequence[Sequence[int]]  # the last step and the number of each launch before, in order
+    folder: str
+    seconds: float  # of failures in a row, before a transfer has failed
+
+    def launch_of(self, step: int) -> int:
+        """The launch that has saved a step."""
+        return next((number for last, number in self.history if step <= last), self.launch)
+
+    def part_of(self, rank: int, launch: int | None = None) -> Path:
+        """The folder in which a rank has its part of each checkpoint that a launch has saved."""
+        return self._inside / str(launch or self.launch) / f"rank_{rank:05d}"
+
+    def outlines(self, machine: int) -> Path:
+        """The folder for what the ranks of a machine read of checkpoints in the store."""
+        return self._inside / str(self.launch) / f"machine_{machine:05d}"
+
+    @property
+    def _inside(self) -> Path:
+        return Path(self.folder) / ".apart"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """What to write where, and what to delete once it is committed."""
 
@@ -84,11 +112,19 @@ class Job:
     makes_root: bool = True  # False if ``root`` must exist: a run is never divided
     most_sharing: int = 8  # checkpoints that may have one file in common
     name: str | None = None  # of the folder, if it is not checkpoint-{step}
+    apart: Apart | None = None  # where ranks save together that have no folder in common
 
     @property
     def is_joint(self) -> bool:
         """Whether several ranks write the same files, at least an adapter's."""
-        return self.nonce is not None and (self.layout == "full" or self.kind == "adapter")
+        has_common_files = self.layout == "full" or self.kind == "adapter"
+        return self.nonce is not None and self.apart is None and has_common_files
+
+    @property
+    def is_repeated_by_all(self) -> bool:
+        """Whether all ranks write again if one has failed. Not apart, where the attempt of each
+        repeats what may pass."""
+        return self.nonce is not None and self.apart is None
 
     @property
     def may_share(self) -> bool:
@@ -113,6 +149,7 @@ class Written:
     hashes: dict[str, str] = field(default_factory=dict)
     pieces: list[Piece] = field(default_factory=list)
     num_shared: int = 0
+    linked: dict[str, str] = field(default_factory=dict)  # the names that files have in the parent
 
     @property
     def report(self) -> Report:
@@ -177,7 +214,7 @@ def write(
         return Saved(target, num_bytes, 0, seconds, is_committed=is_committed)
     with files.raising(CheckpointError, f"cannot save {target}"):
         if job.attempt and (size := _size_of(job)) is not None:  # the writer died after the commit
-            return Saved(target, size, 0, time.monotonic() - began, job.forget, _forget(job))
+            return Saved(target, size, 0, time.monotonic() - began, job.forget, drop_replaced(job))
         refuse_existing(target)
         if job.makes_root:
             files.make_folder(job.root)
@@ -198,7 +235,7 @@ def write(
     # Old checkpoints go after the commit: until then one of them may be the only whole one.
     size = sum(written.files.values())
     seconds = time.monotonic() - began
-    return Saved(target, size, written.num_shared, seconds, job.forget, _forget(job))
+    return Saved(target, size, written.num_shared, seconds, job.forget, drop_replaced(job))
 
 
 def _flush(job: Job) -> None:
@@ -238,7 +275,7 @@ def manifest_of(job: Job, written: Written) -> Manifest:
     )
 
 
-def _forget(job: Job) -> str | None:
+def drop_replaced(job: Job) -> str | None:
     """Delete what the new checkpoint replaces; returns errors, which do not undo the save."""
     try:
         pins = pinned(job.root) if job.forget else set()  # also of what was pinned meanwhile
@@ -304,6 +341,7 @@ def write_files(
             return False
         _note_file(written, shard)
         written.num_shared += shard.plan.header.file_size
+        written.linked[shard.plan.name] = name
         written.pieces += [
             replace(piece, tensor=f"{shard.role}/{piece.key}", file=shard.plan.name)
             for piece in parent.manifest.pieces_of_file.get(name, ())
@@ -390,7 +428,7 @@ def parent_of(job: Job) -> CheckpointFolder | None:
     if not job.share or job.parent is None or not files.exists(job.root / job.parent / MANIFEST):
         return None
     try:
-        return open_checkpoint(job.root / job.parent)
+        return open_checkpoint(job.root / job.parent, is_part=job.apart is not None)
     except CheckpointError:
         return None  # damaged since; nothing is lost by writing all of it
 

@@ -66,6 +66,7 @@ class WriterGroup:
     mesh: Mapping[str, int] = field(default_factory=dict)
     exchange: Exchange = lambda value: [value]
     from_first: Broadcast = lambda value: value  # waits for rank 0 as long as a save takes
+    is_apart: bool = False  # whether they have no folder in common, and so no files either
     _plans: dict[tuple[str, ...], SavePlan] = field(
         default_factory=dict, repr=False, compare=False
     )  # the last one, by the digests of what each rank has
@@ -303,12 +304,13 @@ def _shards(
     """The files of every role of which this rank writes a part.
 
     Several ranks share those of layout ``full``, and an adapter's in both layouts. Otherwise they
-    are in the folder of this rank, and contain the box of each tensor in their header.
+    are in the folder of this rank, and contain the box of each tensor in their header; an adapter's
+    boxes too, where ranks have no folder in common (``_apart`` makes one file of them).
     """
     shards: list[Shard] = []
     for name, local_boxes in parts.items():
         role, whole = FileRole(name, kind), tensors.get(name, {})
-        is_boxed = writers.layout == "distributed" and not role.is_adapter
+        is_boxed = writers.layout == "distributed" and (writers.is_apart or not role.is_adapter)
         is_joint = writers.size > 1 and not (role.is_of_rank_0 or is_boxed)
         held = {tensor: (whole[tensor][0], p.box.shape) for tensor, p in local_boxes.items()}
         described = whole if is_joint else held

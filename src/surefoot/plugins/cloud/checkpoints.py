@@ -232,7 +232,7 @@ def download(store: Store, name: str, root: Path) -> Path:
 
     Raises ``StoredDamageError`` if it is incomplete, or its hashes do not match.
     """
-    text, manifest = _whole_manifest(store, name)
+    text, manifest = whole_manifest(store, name)
     target = root / f"checkpoint-{manifest.step}"
     size = sum(manifest.files.values())
     logger.info("downloading %s (%s) from %s", name, in_bytes(size), store.address)
@@ -290,7 +290,7 @@ def _fetch(store: Store, name: str, checkpoint: CheckpointFolder, names: Sequenc
             file.sync()
 
 
-def _whole_manifest(store: Store, name: str) -> tuple[bytes, Manifest]:
+def whole_manifest(store: Store, name: str) -> tuple[bytes, Manifest]:
     """The manifest of a checkpoint, which must match the listed files and their lengths. Raises
     ``StoredDamageError``."""
     there, address = Contents(store.list(name)), store.address.inside(name)
@@ -372,7 +372,7 @@ def verify(store: Store, name: str, *, full: bool) -> Report:
     report = Report(Path(name), checked="every byte checked" if full else "lengths checked")
     try:
         if not full:
-            _whole_manifest(store, name)
+            whole_manifest(store, name)
             return report
         with tempfile.TemporaryDirectory(prefix="surefoot-verify-") as folder:
             download(store, name, Path(folder))

@@ -83,13 +83,16 @@ class Mirror:
         void: Collection[Stored] = (),
         launch: StoredLaunch = _FIRST_LAUNCH,
         seconds: float = 600,
+        is_apart: bool = False,
     ) -> None:
         """``there`` and ``damaged`` are of this run; ``void`` are deleted once this ``launch`` has
-        stored a checkpoint."""
+        stored a checkpoint. Where machines are apart, their ranks upload checkpoints by themselves
+        (``apart``), and this deletes them."""
         self.address = store.address
         self._folder = folder
         self._launch = launch
         self._seconds = seconds
+        self._is_apart = is_apart
         self._launches = dict((*there, *damaged))
         self._void = [name_of(stored) for stored in void]
         self._checkpoints = defaultdict[int, _Checkpoint](_Checkpoint)
@@ -130,6 +133,8 @@ class Mirror:
         """Upload ``path``, and delete in the store the checkpoints that it ``replaces``."""
         self._try_again()
         step, uploading = step_of(path), self._uploading
+        if self._is_apart:
+            self._is_stored(step)
         for old in sorted({step_of(Path(name)) for name in replaces} - self.steps - {uploading}):
             logger.info(
                 "checkpoint-%d was not uploaded: a newer checkpoint was uploaded first, and "
@@ -200,6 +205,8 @@ class Mirror:
         """The latest checkpoint that is local, not in the store, and may be uploaded: of this
         launch, as those up to the one that it continues are of launches before."""
         base = self._launch.base
+        if self._is_apart:
+            return None
         for step in sorted(map(step_of, committed(self._folder)), reverse=True):
             if base is not None and step <= base[0]:
                 break
@@ -275,11 +282,14 @@ class Mirror:
                 self._checkpoints[old].has_failed = True  # not again and again
         self._void = [] if self._has_committed else self._void  # tried once
         if step is not None:
-            self._checkpoints[step].in_store = "whole"
-            self._launches[step], self._has_committed = self._launch.number, True
+            self._is_stored(step)
             size = in_bytes(answer["num_bytes"])
             message = "uploaded checkpoint-%d to %s (%s in %.1f s)"
             logger.info(message, step, self.address, size, answer["seconds"])
+
+    def _is_stored(self, step: int) -> None:
+        self._checkpoints[step].in_store = "whole"
+        self._launches[step], self._has_committed = self._launch.number, True
 
     def _steps(self, names: Iterable[str]) -> list[int]:
         """The steps of checkpoints of this run among ``names``."""
@@ -327,7 +337,7 @@ class Uploader:
     """Does the tasks of one launch, one after another."""
 
     def __init__(self, store: Store, folder: Path, launch: int = FIRST) -> None:
-        self._store = store
+        self.store = store
         self._folder = folder
         self._launch = launch
         self._sent: dict[str, Stamp] = {}  # files of the run that are in the store as they are here
@@ -346,19 +356,19 @@ class Uploader:
             return {"error": f"cannot upload: {type(error).__name__}: {error}"}
 
     def _do(self, task: Task) -> Answer:
-        claim(self._store, self._folder)
-        refuse_late(self._store, self._launch)
-        self._upload_run_files()  # first: metrics must not lag behind a step
+        claim(self.store, self._folder)
+        refuse_late(self.store, self._launch)
+        self.upload_run_files()  # first: metrics must not lag behind a step
         num_bytes, step = 0, task["upload"]
         if step is not None:
             path = self._folder / f"checkpoint-{step}"
-            num_bytes = upload(self._store, path, launch=self._launch, replace=task["replace"])
+            num_bytes = upload(self.store, path, launch=self._launch, replace=task["replace"])
         forgotten: list[str] = []
         problem = None
         try:
             for old in task["forget"]:
-                refuse_late(self._store, self._launch)
-                remove(self._store, old)
+                refuse_late(self.store, self._launch)
+                remove(self.store, old)
                 forgotten.append(old)
         except AnotherRunError:
             raise
@@ -366,7 +376,7 @@ class Uploader:
             problem = f"cannot delete an old checkpoint: {error}"
         return {"num_bytes": num_bytes, "forgotten": forgotten, "problem": problem}
 
-    def _upload_run_files(self) -> None:
+    def upload_run_files(self) -> None:
         """Upload the run's files that have changed: recipe, metrics, plots, results; no checkpoints
         and no hidden files."""
         changed: dict[str, Stamp] = {}
@@ -385,7 +395,7 @@ class Uploader:
         def send(name: str) -> None:
             with files.raising(CheckpointError):
                 data = files.read_inside(self._folder, name, MAX_RUN_FILE)
-            self._store.write(name, data)
+            self.store.write(name, data)
             self._sent[name] = changed[name]
 
         in_parallel(send, sorted(changed), WORKERS)

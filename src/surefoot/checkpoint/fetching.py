@@ -1,0 +1,63 @@
+"""A checkpoint whose small files are here and whose tensors are in a store: its *outline*.
+
+A rank brings what it needs of the tensors before it loads them (``fetch``); other files look as in
+any checkpoint. A file beside them says where the rest is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from ..errors import CheckpointError
+from ..storage import files
+from ..terminal_text import in_bytes
+from .disk.folder import open_checkpoint
+from .disk.strict_json import dump, parse_object
+from .loading import needed
+from .saving._writing import Apart
+from .state.roles import Stateful
+from .stores import stores
+
+logger = logging.getLogger(__name__)
+STORED = ".stored.json"
+_MAX_BYTES = 1 << 16
+
+
+def outline(apart: Apart, step: int, machine: int) -> Path:
+    """Download all of a stored checkpoint but its tensors, for the ranks of this machine; its
+    folder here. Raises ``CheckpointError``."""
+    folder = outline_of(apart, step, machine)
+    with files.raising(CheckpointError, f"cannot copy the checkpoint of step {step}"):
+        files.make_folder(folder)
+        stores().outline(apart, step, folder)
+        place = {"apart": asdict(apart), "step": step}
+        files.write_aside(folder / STORED, dump(place))
+    return folder
+
+
+def outline_of(apart: Apart, step: int, machine: int) -> Path:
+    """The folder of an outline."""
+    return apart.outlines(machine) / f"checkpoint-{step}"
+
+
+def is_outline(folder: Path) -> bool:
+    """Whether tensors of the checkpoint in ``folder`` may be elsewhere."""
+    return files.exists(folder / STORED)
+
+
+def fetch(
+    folder: Path, states: Mapping[str, Stateful], *, only: Collection[str] | None = None
+) -> None:
+    """Bring what this rank will load of an outline, every byte checked. Raises
+    ``DamagedFileError`` for what is damaged in the store."""
+    with files.raising(CheckpointError):
+        place = parse_object(files.read_inside(folder, STORED, _MAX_BYTES), str(folder / STORED))
+    pieces = needed(folder, states, only=only)
+    checkpoint, apart = open_checkpoint(folder), Apart(**place["apart"])
+    num_bytes = stores().fetch_pieces(apart, place["step"], checkpoint, pieces)
+    size = in_bytes(sum(piece.num_bytes for piece in pieces))
+    message = "%s: %s of its tensors are needed here, %s came from the store"
+    logger.info(message, folder.name, size, in_bytes(num_bytes))
