@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import warm
 from project import losses
 
 SECONDS = 120  # that a launch may take
@@ -56,9 +57,10 @@ class Launch:
         command = [sys.executable, "-m", "surefoot", "train", str(project.recipe)]
         command += [f"train.output_dir={url}", *overrides]
         log = (place / f"rank_{variables['RANK']}.log").open("ab")
-        return subprocess.Popen(
-            command, cwd=work, env=settings, stdout=log, stderr=log, start_new_session=True
-        )
+        with log:
+            return warm.Popen(
+                command, cwd=work, env=settings, stdout=log, stderr=log, start_new_session=True
+            )
 
     @property
     def ranks(self):

@@ -49,7 +49,7 @@ _PAUSE, _LONGEST = 0.2, 2.0  # seconds between two looks
 _LAST_CHANCE = 120.0  # seconds without a report, when those that train are dead
 _LEAST = 60.0  # the same, when they live; also the time that this rank's own upload took, fourfold
 _SLOWER = 4.0
-_HEAD = 64 << 10  # bytes that are asked for first of a file
+_HEAD = 4 << 10  # bytes that are asked for first of a file
 _RANGE = 16 << 20  # bytes asked for at a time
 _READERS = 8
 

@@ -1,0 +1,199 @@
+"""Machines that have nothing in common but a bucket: what they saved, any others go on from."""
+
+import re
+import signal
+import threading
+
+import pytest
+from click.testing import CliRunner
+
+from project import Project
+from surefoot.checkpoint.verification import verify
+from surefoot.cli.main import main
+
+from .machines import Launch
+
+OPTIM = {"adamw": {"learning_rate": 0.003, "schedule": "constant"}}
+SAVES = "checkpoint.save_steps=2"
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("project") / "p"
+    return Project(folder, optim=OPTIM, train={"max_steps": 6}, parallel={"dp_shard": 2})
+
+
+class Fleet:
+    """Launches of one project, each on machines that nobody has used before."""
+
+    def __init__(self, project, bucket, folder):
+        self.project, self.bucket, self.folder, self.count = project, bucket, folder, 0
+
+    def launch(self, *overrides, ranks=(1, 1), places=None):
+        if places is None:
+            self.count += 1
+            places = [self.folder / f"{self.count}{name}" for name in "abcd"[: len(ranks)]]
+        return Launch(self.project, self.bucket.url, places, ranks, SAVES, *overrides)
+
+    def run(self, *overrides, code=0, **options):
+        launch = self.launch(*overrides, **options)
+        codes = launch.wait()
+        assert set(codes) == {code}, launch.logs()
+        return launch
+
+
+@pytest.fixture
+def fleet(project, bucket, tmp_path):
+    return Fleet(project, bucket, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def whole(project, running, tmp_path_factory):
+    """The losses of a run that nothing has disturbed, by step."""
+    from . import stores
+
+    with pytest.MonkeyPatch.context() as patch:
+        running.is_well()
+        stores.point_at(patch, running.port)
+        folder = tmp_path_factory.mktemp("whole")
+        return Fleet(project, stores.Bucket(running.port), folder).run().losses()
+
+
+def stored(bucket):
+    """The folders of committed checkpoints."""
+    names = [name for name in bucket.names() if name.endswith("/manifest.json")]
+    return {name.partition("/")[0] for name in names}
+
+
+def test_two_machines_without_a_common_disk_and_two_others_go_on_to_the_bit(
+    fleet, bucket, whole, tmp_path
+):
+    first = fleet.run("train.max_steps=4")
+    assert f"saved {bucket.url}/checkpoint-4" in first.logs()
+    second = fleet.run()
+    assert second.losses() == whole
+    names = {"checkpoint-2", "checkpoint-4", "checkpoint-6.launch-2"}
+    assert stored(bucket) == names
+    bucket.download(tmp_path / "copy")
+    for name in names:  # whose bytes are all that the manifest says, for any reader
+        copied = tmp_path / "copy" / name
+        copied.rename(copied.with_name(name.partition(".")[0]))
+        assert verify(copied.with_name(name.partition(".")[0]), full=True).ok
+    url = f"{bucket.url}/checkpoint-6"
+    assert CliRunner().invoke(main, ["ckpt", "verify", url]).exit_code == 0
+
+
+def test_what_was_uploaded_and_not_committed_is_committed_by_the_next_launch(
+    fleet, bucket, server, whole
+):
+    launch = fleet.launch()
+    stop_at(server, launch, "PUT", r"/checkpoint-4/manifest\.json$", is_done=False)
+    launch.wait()
+    server.is_well()
+    assert stored(bucket) == {"checkpoint-2"}
+    second = fleet.run()
+    assert "checkpoint-4 was uploaded but not committed" in second.logs()
+    assert "resuming from checkpoint-4 at step 4" in second.logs()
+    assert second.losses() == whole
+
+
+def stop_at(server, launch, method, pattern, *, is_done, machine=None, number=signal.SIGKILL):
+    """Kill (or stop) a machine at the first request like this: before it is done, or after that,
+    before its answer comes."""
+    happened = threading.Event()
+
+    def rule(request, path, _count):
+        if happened.is_set() or request != method or not re.search(pattern, path):
+            return None
+        happened.set()
+        launch.kill(machine, number)
+        return "deaf" if is_done else "drop"
+
+    server.rule = rule
+    return happened
+
+
+# Of the first launch; of the second one, which resumes, the last four. A request is stopped before
+# it is done, or behind that.
+POINTS = {
+    "before a file of rank 0": ("PUT", r"/checkpoint-4/rank_00000/model", False),
+    "after it": ("PUT", r"/checkpoint-4/rank_00000/model", True),
+    "before a file of rank 1": ("PUT", r"/checkpoint-4/rank_00001/optimizer", False),
+    "after it, as its last": ("PUT", r"/checkpoint-4/rank_00001/optimizer", True),
+    "before the small files": ("PUT", r"/checkpoint-4/state\.json", False),
+    "before the report of rank 1": ("PUT", r"/checkpoint-4/\.reports/00001", False),
+    "after it, of rank 1": ("PUT", r"/checkpoint-4/\.reports/00001", True),
+    "before the report of rank 0": ("PUT", r"/checkpoint-4/\.reports/00000", False),
+    "after it, of rank 0": ("PUT", r"/checkpoint-4/\.reports/00000", True),
+    "before the files of the run": ("PUT", r"/tiny/metrics\.jsonl", False),
+    "before the commit": ("PUT", r"/checkpoint-4/manifest\.json", False),
+    "after the commit": ("PUT", r"/checkpoint-4/manifest\.json", True),
+    "in a deletion": ("DELETE", r"/checkpoint-2/manifest\.json", True),
+    "behind a deletion": ("DELETE", r"/checkpoint-2/rank_00001/model", True),
+}
+RESUMING = {
+    "before the claim": ("PUT", r"/\.launches/00002\.json", False),
+    "after the claim": ("PUT", r"/\.launches/00002\.json", True),
+    "in the outline": ("GET", r"/checkpoint-4/tokenizer\.json", False),
+    "in the reading of tensors": ("GET", r"/checkpoint-4/rank_0000\d/optimizer", True),
+}
+MACHINES = {"all": None, "the first": 0, "the second": 1}
+KILLED = pytest.mark.parametrize("machine", MACHINES)
+
+
+def followed(fleet, bucket, server, whole):
+    """New machines go on; no step that was committed is lost, and the bits are the same."""
+    server.is_well()
+    before = (
+        max(int(re.findall(r"\d+", name)[0]) for name in stored(bucket)) if stored(bucket) else 0
+    )
+    last = fleet.run("checkpoint.keep=1")
+    begun = re.findall(r"resuming from checkpoint-(\d+)", last.logs())
+    assert all(int(step) >= before for step in begun)
+    assert before == 0 or begun
+    assert last.losses() == whole
+
+
+@pytest.mark.proof
+@KILLED
+@pytest.mark.parametrize("point", POINTS)
+def test_killed_at_any_point_of_a_save_others_go_on(fleet, bucket, server, whole, point, machine):
+    launch = fleet.launch("checkpoint.keep=1")
+    method, path, is_done = POINTS[point]
+    happened = stop_at(server, launch, method, path, is_done=is_done, machine=MACHINES[machine])
+    assert set(launch.wait()) != {0}
+    assert happened.is_set()
+    followed(fleet, bucket, server, whole)
+
+
+@pytest.mark.proof
+@KILLED
+@pytest.mark.parametrize("point", RESUMING)
+def test_killed_at_any_point_of_a_resume_others_go_on(fleet, bucket, server, whole, point, machine):
+    fleet.run("train.max_steps=4")
+    launch = fleet.launch()
+    method, path, is_done = RESUMING[point]
+    happened = stop_at(server, launch, method, path, is_done=is_done, machine=MACHINES[machine])
+    assert set(launch.wait()) != {0}
+    assert happened.is_set()
+    followed(fleet, bucket, server, whole)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("point", [p for p, (method, *_) in POINTS.items() if method == "PUT"])
+def test_what_is_stopped_and_taken_over_harms_nothing(fleet, bucket, server, whole, point):
+    launch = fleet.launch("checkpoint.keep=1")
+    method, path, is_done = POINTS[point]
+    happened = stop_at(server, launch, method, path, is_done=is_done, number=signal.SIGSTOP)
+    assert happened.wait(60)
+    server.is_well()
+    last = fleet.run("checkpoint.keep=1")
+    assert last.losses() == whole
+    names = stored(bucket)
+    launch.kill(number=signal.SIGCONT)
+    assert set(launch.wait()) & {1, 2}, launch.logs()
+    assert names <= stored(bucket)
+    code = CliRunner().invoke(main, ["ckpt", "verify", f"{bucket.url}/checkpoint-6"]).exit_code
+    assert code == 0
+    again = fleet.run("train.max_steps=6")
+    assert "this run is complete" in again.logs()
