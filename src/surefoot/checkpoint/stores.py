@@ -41,8 +41,9 @@ class StoredSave(Protocol):
     def read(self, name: str) -> bytes:
         """A file of the save."""
 
-    def commit(self, manifest: bytes) -> None:
-        """From now on the checkpoint exists. Raises if a later launch has taken over the run."""
+    def commit(self, manifest: bytes, leftovers: Collection[str]) -> None:
+        """From now on the checkpoint exists, without ``leftovers``. Raises if a later launch has
+        taken over the run."""
 
     def ended(self) -> bool:
         """Wait, as one of the others, until rank 0 has committed (True), failed or died."""

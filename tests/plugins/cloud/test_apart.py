@@ -6,15 +6,19 @@ import threading
 
 import pytest
 from click.testing import CliRunner
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from project import Project
 from surefoot.checkpoint.verification import verify
 from surefoot.cli.main import main
 
 from .machines import Launch
+from .stores import Bucket, point_at
 
 OPTIM = {"adamw": {"learning_rate": 0.003, "schedule": "constant"}}
 SAVES = "checkpoint.save_steps=2"
+CLOSE = 2e-5  # of losses after some steps of Adam: sums in another order
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +54,10 @@ def fleet(project, bucket, tmp_path):
 @pytest.fixture(scope="module")
 def whole(project, running, tmp_path_factory):
     """The losses of a run that nothing has disturbed, by step."""
-    from . import stores
-
     with pytest.MonkeyPatch.context() as patch:
         running.is_well()
-        stores.point_at(patch, running.port)
-        folder = tmp_path_factory.mktemp("whole")
-        return Fleet(project, stores.Bucket(running.port), folder).run().losses()
+        point_at(patch, running.port)
+        return Fleet(project, Bucket(running.port), tmp_path_factory.mktemp("whole")).run().losses()
 
 
 def stored(bucket):
@@ -197,3 +198,80 @@ def test_what_is_stopped_and_taken_over_harms_nothing(fleet, bucket, server, who
     assert code == 0
     again = fleet.run("train.max_steps=6")
     assert "this run is complete" in again.logs()
+
+
+def damaged(bucket, key):
+    data = bytearray(bucket.get(key))
+    data[-5] ^= 1
+    bucket.put(key, bytes(data))
+
+
+def test_damage_that_one_rank_finds_is_damage_for_all(fleet, bucket, whole):
+    fleet.run("train.max_steps=4")
+    damaged(bucket, "checkpoint-4/rank_00001/optimizer.safetensors")
+    second = fleet.run()
+    assert "checkpoint-4 is skipped" in second.logs()
+    assert "rank_00001/optimizer.safetensors" in second.logs()
+    assert "resuming from checkpoint-2 at step 2" in second.logs()
+    assert second.losses() == whole
+    assert stored(bucket) == {"checkpoint-2", "checkpoint-4.launch-3", "checkpoint-6.launch-3"}
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("counts", [[(2, 2), (1, 1), (1, 1, 1), (2, 2)], [(1, 1), (3,), (2, 1)]])
+def test_any_number_of_machines_and_ranks_goes_on(bucket, server, tmp_path, counts):
+    project = Project(
+        tmp_path / "p", optim=OPTIM, train={"global_batch_size": 12, "micro_batch_size": 1}
+    )
+    fleet = Fleet(project, bucket, tmp_path)
+    for number, ranks in enumerate(counts, 1):
+        launch = fleet.run(f"train.max_steps={2 * number}", ranks=ranks)
+    last = f"train.max_steps={2 * len(counts)}"
+    alone = Fleet(project, Bucket(server.port), tmp_path / "alone").run(last, ranks=(1,))
+    found, expected = launch.losses(), alone.losses()
+    assert found.keys() == expected.keys()
+    assert all(found[step] == pytest.approx(expected[step], abs=CLOSE) for step in expected)
+
+
+ADAPTER = {"method": {"lora": {"rank": 2}}, "optim": OPTIM, "parallel": {"dp_shard": 2}}
+
+
+@pytest.mark.proof
+def test_an_adapter_is_one_file_that_peft_opens(bucket, server, tmp_path):
+    project = Project(tmp_path / "p", **ADAPTER)
+    fleet = Fleet(project, bucket, tmp_path)
+    fleet.run("train.max_steps=2")
+    bucket.download(tmp_path / "copy")
+    copied = tmp_path / "copy" / "checkpoint-2"
+    assert verify(copied, full=True).ok
+    assert not list(copied.glob("rank_*/adapter_model.safetensors"))
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "p" / "model")
+    PeftModel.from_pretrained(base, copied)
+    whole = Fleet(project, Bucket(server.port), tmp_path / "whole").run("train.max_steps=4")
+    assert fleet.run("train.max_steps=4").losses() == whole.losses()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["checkpoint.layout=full"], "leave it unset"),
+        (["train.push_to_hub=me/model"], "`surefoot push`"),
+    ],
+)
+def test_what_needs_a_common_folder_is_refused(fleet, overrides, why):
+    launch = fleet.run(*overrides, code=2)
+    assert "have no folder in common" in launch.logs()
+    assert why in launch.logs()
+
+
+@pytest.mark.proof
+def test_the_best_weights_are_loaded_and_a_rollback_goes_back_on_all(bucket, tmp_path):
+    evaluated = {"eval_steps": 2, "load_best_model_at_end": True, "max_steps": 6}
+    optim = {"adamw": {"learning_rate": 0.5, "schedule": "constant"}}  # which diverges
+    data = {"datasets": ["sums"], "eval_datasets": ["sums"]}
+    project = Project(
+        tmp_path / "p", optim=optim, train=evaluated, data=data, parallel={"dp_shard": 2}
+    )
+    launch = Fleet(project, bucket, tmp_path).run()
+    best = re.search(r"best: checkpoint-(\d+)", launch.logs())
+    assert best and int(best[1]) < 6

@@ -54,10 +54,7 @@ def save(
             if job.rank > 0:
                 num_bytes, is_committed = sum(part.files.values()), stored.ended()
             else:
-                manifest = merged(stored.reports(), str(job.target))
-                manifest = with_whole_adapter(manifest, stored, job.root)
-                check_consistent(manifest, str(job.target))
-                stored.commit(dump(manifest))
+                manifest = commit(stored, stored.reports(), str(job.target), job.root)
                 num_bytes, is_committed = sum(manifest.files.values()), True
         except CheckpointError as error:
             with contextlib.suppress(CheckpointError):  # the first one is the cause
@@ -65,6 +62,10 @@ def save(
             raise
     seconds = time.monotonic() - began
     problem = drop_replaced(job)
+    if is_committed:
+        for path in job.apart.outdated():
+            with contextlib.suppress(OSError):  # another rank of this machine does it, too
+                files.remove_tree(path)
     return Saved(job.target, num_bytes, 0, seconds, job.forget, problem, is_committed)
 
 
@@ -102,6 +103,15 @@ def _alive(root: Path) -> Iterator[None]:
     finally:
         is_over.set()
         thread.join()
+
+
+def commit(stored: StoredSave, reports: Sequence[bytes], where: str, folder: Path) -> Manifest:
+    """Commit what all ranks have reported. ``folder`` is for files that are made of theirs."""
+    parts = merged(reports, where)
+    manifest = with_whole_adapter(parts, stored, folder)
+    check_consistent(manifest, where)
+    stored.commit(dump(manifest), parts.files.keys() - manifest.files.keys())
+    return manifest
 
 
 def merged(reports: Sequence[bytes], where: str) -> Manifest:

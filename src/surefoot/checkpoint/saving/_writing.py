@@ -83,6 +83,14 @@ class Apart:
         """The folder for what the ranks of a machine read of checkpoints in the store."""
         return self._inside / str(self.launch) / f"machine_{machine:05d}"
 
+    def outdated(self) -> list[Path]:
+        """What nobody reads once this launch has committed: parts of other launches, and outlines.
+        Both are in the store."""
+        own = self._inside / str(self.launch)
+        others = [self._inside / name for name in files.names_in(self._inside)]
+        outlines = [own / n for n in files.names_in(own) if n.startswith("machine_")]
+        return [*(path for path in others if path != own), *outlines]
+
     @property
     def _inside(self) -> Path:
         return Path(self.folder) / ".apart"

@@ -23,13 +23,11 @@ from ...checkpoint.disk.manifest import (
     MANIFEST,
     Manifest,
     Piece,
-    check_consistent,
-    dump,
     is_safetensors,
     parse,
 )
 from ...checkpoint.disk.tensorfile import TensorFile, header_length, open_path, ranges_of
-from ...checkpoint.saving._apart import merged, with_whole_adapter
+from ...checkpoint.saving._apart import commit, merged
 from ...checkpoint.saving._writing import Apart, Job
 from ...errors import CheckpointError, DamagedFileError, counted
 from ...log import fell_back
@@ -174,7 +172,7 @@ class StoredSave:
         """A file of it that is small enough."""
         return self.store.read(f"{self.name}/{name}")
 
-    def commit(self, manifest: bytes) -> None:
+    def commit(self, manifest: bytes, leftovers: Collection[str]) -> None:
         """Behind the files of the run: none of them may lack a step that is committed."""
         refuse_late(self.store, self.launch)
         if self.run_files is not None:
@@ -184,6 +182,9 @@ class StoredSave:
                 f"{self.store.address.inside(self.name)}: another checkpoint of this name exists "
                 "there, and a checkpoint is never overwritten"
             )
+        for name in leftovers:
+            with suppress(StoreError):  # they do no harm
+                self.store.delete(f"{self.name}/{name}")
 
     def ended(self) -> bool:
         """Look for the manifest, or an error of rank 0."""
@@ -236,14 +237,12 @@ def roll_forward(store: Store, stored: Stored, listed: Mapping[str, int]) -> boo
             have = counted(len(ranks), "rank has", "ranks have")
             logger.info("%s: %s reported, of %d: skipped", name, have, first.world_size)
             continue
-        manifest = merged(save._read_reports(nonce, first.world_size), name)
-        sizes = {file: listed.get(f"{name}/{file}") for file in manifest.files}
-        if any(sizes[file] != size for file, size in manifest.files.items()):
+        reports = save._read_reports(nonce, first.world_size)
+        sizes = merged(reports, name).files
+        if any(listed.get(f"{name}/{file}") != size for file, size in sizes.items()):
             continue  # a later attempt has begun to replace them
         with tempfile.TemporaryDirectory(prefix="surefoot-commit-") as folder:
-            manifest = with_whole_adapter(manifest, save, Path(folder))
-        check_consistent(manifest, name)
-        save.commit(dump(manifest))
+            commit(save, reports, name, Path(folder))
         message = "%s was uploaded but not committed when its launch was killed: committed now"
         logger.info(message, name)
         return True
