@@ -35,6 +35,7 @@ from ...storage.child import Child
 from ...storage.parallel_work import in_parallel
 from ...storage.remote import Address
 from ...terminal_text import in_bytes
+from ...training.callbacks.launches import NAME as RECORD
 from .checkpoints import (
     MAX_RUN_FILE,
     WORKERS,
@@ -44,7 +45,7 @@ from .checkpoints import (
     remove,
     upload,
 )
-from .lineage import FIRST, Stored, StoredLaunch, name_of, stored_of
+from .lineage import FIRST, OTHERS, Stored, StoredLaunch, name_of, stored_of
 from .store import Store
 
 logger = logging.getLogger(__name__)
@@ -330,6 +331,7 @@ class Uploader:
         self._store = store
         self._folder = folder
         self._launch = launch
+        self._place = StoredLaunch(launch).place
         self._sent: dict[str, Stamp] = {}  # files of the run that are in the store as they are here
 
     def serve(self, task: Task) -> Answer:
@@ -372,8 +374,7 @@ class Uploader:
         changed: dict[str, Stamp] = {}
         for parent, folders, names in os.walk(self._folder):
             below = Path(parent).relative_to(self._folder)
-            others = (".", "checkpoint-")
-            folders[:] = [name for name in folders if not str(below / name).startswith(others)]
+            folders[:] = [name for name in folders if not str(below / name).startswith(OTHERS)]
             for name in (str(below / name) for name in names):
                 path = self._folder / name
                 if is_plain_name(name) and path.is_file() and not path.is_symlink():
@@ -385,10 +386,12 @@ class Uploader:
         def send(name: str) -> None:
             with files.raising(CheckpointError):
                 data = files.read_inside(self._folder, name, MAX_RUN_FILE)
-            self._store.write(name, data)
+            self._store.write(self._place + name, data)
             self._sent[name] = changed[name]
 
-        in_parallel(send, sorted(changed), WORKERS)
+        in_parallel(send, sorted(changed.keys() - {RECORD}), WORKERS)
+        if RECORD in changed:  # last: the others are there
+            send(RECORD)
 
 
 def main(url: str, folder: Path, seconds: float, launch: int) -> None:

@@ -36,7 +36,7 @@ from .checkpoints import (
     run_id,
     verify,
 )
-from .lineage import Stored, StoredLaunch, local_name, name_of, stored_of
+from .lineage import FIRST, Stored, StoredLaunch, local_name, name_of, stored_of
 from .mirror import Mirror
 from .store import Store
 
@@ -180,7 +180,8 @@ class StoredRun:
     def write(self, name: str, data: bytes) -> None:
         """Upload a small file of the run. Raises ``AnotherRunError``."""
         claim(self.store, self.folder)
-        self.store.write(name, data)
+        launch = StoredLaunch(_own_launch(self.folder) or FIRST)
+        self.store.write(launch.place + name, data)
 
     def mirror(self, start: Path | None) -> Mirror | None:
         """What uploads while the run trains from ``start`` on, as a launch of its own, or as the
@@ -229,7 +230,7 @@ class StoredRun:
     def download_recipe(self) -> None:
         """Download the run's recipe, unless the run has already saved locally."""
         is_local = committed(self.folder) and files.exists(self.folder / RUN_RECIPE)
-        if RUN_RECIPE in self.contents.files and not is_local:
+        if RUN_RECIPE in self.contents.of_the_run and not is_local:
             self._download([RUN_RECIPE])
 
     def _download_run_files(self) -> None:
@@ -240,10 +241,11 @@ class StoredRun:
 
     def _download(self, names: Iterable[str]) -> None:
         for name in names:
+            there = self.contents.of_the_run[name]
             # A listing may have any names, and must not lead out of the folder.
-            if is_plain_name(name) and self.contents.files[name] <= MAX_RUN_FILE:
-                data = self.store.read(name)
-                with files.raising(RunError, f"cannot copy {self.address}/{name}"):
+            if is_plain_name(name) and self.contents.files[there] <= MAX_RUN_FILE:
+                data = self.store.read(there)
+                with files.raising(RunError, f"cannot copy {self.address}/{there}"):
                     files.make_folder((self.folder / name).parent)
                     files.write_aside(self.folder / name, data)
 
