@@ -412,6 +412,11 @@ class RemoteStores(Protocol):
     def verify(self, checkpoint: Address, *, full: bool) -> Report:
         """Check what is stored: its lengths, or every byte."""
 
+    def stop(self, address: Address, *, wait: bool) -> Iterator[str]:
+        """Request that the latest launch of a run saves and stops, and ``wait`` until it has; what
+        is to be shown meanwhile. Raises ``RunError``: no launch is known to train there, or it has
+        failed."""
+
 
 _STORES: Extended[RemoteStores] = Extended("stores", {})
 

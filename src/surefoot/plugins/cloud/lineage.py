@@ -79,6 +79,11 @@ class StoredLaunch:
         return f"{LAUNCHES}/{self.number:05d}.json"
 
     @property
+    def stop(self) -> str:
+        """What whoever wants it to stop creates."""
+        return f"{LAUNCHES}/{self.number:05d}.stop"
+
+    @property
     def place(self) -> str:
         """What the names of the run's files that it writes begin with."""
         return "" if self.number == FIRST else f"launch-{self.number}/"

@@ -18,6 +18,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections import defaultdict
@@ -46,6 +47,7 @@ from .checkpoints import (
     upload,
 )
 from .lineage import FIRST, OTHERS, Stored, StoredLaunch, name_of, stored_of
+from .stopping import keep_looking
 from .store import Store
 
 logger = logging.getLogger(__name__)
@@ -120,6 +122,7 @@ class Mirror:
         return {step for step in steps if step is not None}
 
     def __enter__(self) -> Mirror:
+        self._working()  # it also looks for requests to stop
         self._start()  # what an earlier start of the run could not upload
         return self
 
@@ -226,13 +229,17 @@ class Mirror:
             return
         replace = step is not None and self._checkpoints[step].in_store == "damaged"
         self._task = {"upload": step, "replace": replace, "forget": forget}
+        self._working().send(self._task)
+
+    def _working(self) -> Child | _Inline:
+        """What does the tasks; started if it does not run."""
         if isinstance(self._worker, Child) and self._worker.code is not None:  # it was killed
             self._worker = None
         if self._worker is None:
             self._worker = _start_worker(
                 self.address, self._folder, self._seconds, self._launch.number
             )
-        self._worker.send(self._task)
+        return self._worker
 
     def _start_and_wait(self, *, run_files: bool = False) -> None:
         """Wait until there is nothing left to do, or something failed."""
@@ -400,6 +407,9 @@ def main(url: str, folder: Path, seconds: float, launch: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     os.nice(19)  # not idle, as the writer: a run may end while other jobs take all cores
     uploader = Uploader(Store(Address(url), seconds=seconds), folder, launch)
+    asked = Store(Address(url), seconds=0), folder, launch
+    looks = threading.Thread(target=keep_looking, args=asked, daemon=True)
+    looks.start()  # beside an upload, which may take an hour
     with contextlib.suppress(BrokenPipeError):
         for line in sys.stdin.buffer:
             with _alone(folder):

@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,6 +38,7 @@ from .checkpoints import (
 )
 from .lineage import FIRST, Stored, StoredLaunch, local_name, name_of, stored_of
 from .mirror import Mirror
+from .stopping import stop
 from .store import Store
 
 logger = logging.getLogger(__name__)
@@ -196,6 +197,8 @@ class StoredRun:
             number = self._begin(base)
         if number is None:
             return None
+        if (stop := StoredLaunch(number).stop) in self.contents.files:
+            self.store.delete(stop)  # not of this start
         valid, lineage = self.contents.lineage.valid.values(), self.contents.lineage
         damaged = [stored for stored in valid if stored[0] in self.damaged]
         leftovers = [each for each in self.contents.uncommitted if each[1] != number]
@@ -299,6 +302,10 @@ class ObjectStores:
         if stored_of(checkpoint.name) is None:
             raise CheckpointError(f"{checkpoint}: expected the URL of a checkpoint, …/checkpoint-N")
         return verify(Store(checkpoint.parent, seconds=60), checkpoint.name, full=full)
+
+    def stop(self, address: Address, *, wait: bool) -> Iterator[str]:
+        """Request that a run stops; what is to be shown meanwhile."""
+        return stop(address, wait=wait)
 
 
 def _open(address: Address, folder: Path, seconds: float) -> StoredRun:
