@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -100,6 +100,11 @@ class RemoteStores(Protocol):
 
     def verify(self, checkpoint: Address, *, full: bool) -> Report:
         """Check what is stored: its lengths, or every byte."""
+
+    def stop(self, address: Address, *, wait: bool) -> Iterator[str]:
+        """Request that the latest launch of a run saves and stops, and ``wait`` until it has; what
+        is to be shown meanwhile. Raises ``RunError``: no launch is known to train there, or it has
+        failed."""
 
     def save_of(self, job: Job, is_orphan: Callable[[], bool]) -> StoredSave:
         """The save of ``job`` in the store that it names; ``is_orphan`` says whether those that

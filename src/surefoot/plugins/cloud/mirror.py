@@ -18,6 +18,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections import defaultdict
@@ -35,6 +36,7 @@ from ...storage.child import Child
 from ...storage.parallel_work import in_parallel
 from ...storage.remote import Address
 from ...terminal_text import in_bytes
+from ...training.callbacks.launches import NAME as RECORD
 from .checkpoints import (
     MAX_RUN_FILE,
     WORKERS,
@@ -44,7 +46,8 @@ from .checkpoints import (
     remove,
     upload,
 )
-from .lineage import FIRST, Stored, StoredLaunch, name_of, stored_of
+from .lineage import FIRST, OTHERS, Stored, StoredLaunch, name_of, stored_of
+from .stopping import keep_looking
 from .store import Store
 
 logger = logging.getLogger(__name__)
@@ -122,6 +125,7 @@ class Mirror:
         return {step for step in steps if step is not None}
 
     def __enter__(self) -> Mirror:
+        self._working()  # it also looks for requests to stop
         self._start()  # what an earlier start of the run could not upload
         return self
 
@@ -231,14 +235,25 @@ class Mirror:
         if step is None and not forget and not run_files:
             return
         replace = step is not None and self._checkpoints[step].in_store == "damaged"
-        self._task = {"upload": step, "replace": replace, "forget": forget}
+        # Those of ranks that are apart come with each commit, by another process.
+        run_files = run_files or not self._is_apart
+        self._task = {
+            "upload": step,
+            "replace": replace,
+            "forget": forget,
+            "run_files": run_files,
+        }
+        self._working().send(self._task)
+
+    def _working(self) -> Child | _Inline:
+        """What does the tasks; started if it does not run."""
         if isinstance(self._worker, Child) and self._worker.code is not None:  # it was killed
             self._worker = None
         if self._worker is None:
             self._worker = _start_worker(
                 self.address, self._folder, self._seconds, self._launch.number
             )
-        self._worker.send(self._task)
+        return self._worker
 
     def _start_and_wait(self, *, run_files: bool = False) -> None:
         """Wait until there is nothing left to do, or something failed."""
@@ -340,6 +355,7 @@ class Uploader:
         self.store = store
         self._folder = folder
         self._launch = launch
+        self._place = StoredLaunch(launch).place
         self._sent: dict[str, Stamp] = {}  # files of the run that are in the store as they are here
 
     def serve(self, task: Task) -> Answer:
@@ -358,7 +374,8 @@ class Uploader:
     def _do(self, task: Task) -> Answer:
         claim(self.store, self._folder)
         refuse_late(self.store, self._launch)
-        self.upload_run_files()  # first: metrics must not lag behind a step
+        if task["run_files"]:
+            self.upload_run_files()  # first: metrics must not lag behind a step
         num_bytes, step = 0, task["upload"]
         if step is not None:
             path = self._folder / f"checkpoint-{step}"
@@ -382,8 +399,7 @@ class Uploader:
         changed: dict[str, Stamp] = {}
         for parent, folders, names in os.walk(self._folder):
             below = Path(parent).relative_to(self._folder)
-            others = (".", "checkpoint-")
-            folders[:] = [name for name in folders if not str(below / name).startswith(others)]
+            folders[:] = [name for name in folders if not str(below / name).startswith(OTHERS)]
             for name in (str(below / name) for name in names):
                 path = self._folder / name
                 if is_plain_name(name) and path.is_file() and not path.is_symlink():
@@ -395,10 +411,12 @@ class Uploader:
         def send(name: str) -> None:
             with files.raising(CheckpointError):
                 data = files.read_inside(self._folder, name, MAX_RUN_FILE)
-            self.store.write(name, data)
+            self.store.write(self._place + name, data)
             self._sent[name] = changed[name]
 
-        in_parallel(send, sorted(changed), WORKERS)
+        in_parallel(send, sorted(changed.keys() - {RECORD}), WORKERS)
+        if RECORD in changed:  # last: the others are there
+            send(RECORD)
 
 
 def main(url: str, folder: Path, seconds: float, launch: int) -> None:
@@ -407,6 +425,9 @@ def main(url: str, folder: Path, seconds: float, launch: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     os.nice(19)  # not idle, as the writer: a run may end while other jobs take all cores
     uploader = Uploader(Store(Address(url), seconds=seconds), folder, launch)
+    asked = Store(Address(url), seconds=0), folder, launch
+    looks = threading.Thread(target=keep_looking, args=asked, daemon=True)
+    looks.start()  # beside an upload, which may take an hour
     with contextlib.suppress(BrokenPipeError):
         for line in sys.stdin.buffer:
             with _alone(folder):

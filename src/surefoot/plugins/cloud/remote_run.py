@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,8 +41,9 @@ from .checkpoints import (
     verify,
     whole_manifest,
 )
-from .lineage import Stored, StoredLaunch, local_name, name_of, stored_of
+from .lineage import FIRST, Stored, StoredLaunch, local_name, name_of, stored_of
 from .mirror import Mirror
+from .stopping import stop
 from .store import Store
 
 logger = logging.getLogger(__name__)
@@ -242,7 +243,8 @@ class StoredRun:
     def write(self, name: str, data: bytes) -> None:
         """Upload a small file of the run. Raises ``AnotherRunError``."""
         claim(self.store, self.folder)
-        self.store.write(name, data)
+        launch = StoredLaunch(_own_launch(self.folder) or FIRST)
+        self.store.write(launch.place + name, data)
 
     def mirror(self, start: Path | None) -> Mirror | None:
         """What uploads while the run trains from ``start`` on, as a launch of its own, or as the
@@ -258,6 +260,8 @@ class StoredRun:
             number = self._begin(base)
         if number is None:
             return None
+        if (stop := StoredLaunch(number).stop) in self.contents.files:
+            self.store.delete(stop)  # not of this start
         valid, lineage = self.contents.lineage.valid.values(), self.contents.lineage
         self.launch = lineage.launches[number]
         damaged = [stored for stored in valid if stored[0] in self.damaged]
@@ -296,7 +300,7 @@ class StoredRun:
     def download_recipe(self) -> None:
         """Download the run's recipe, unless the run has already saved locally."""
         is_local = committed(self.folder) and files.exists(self.folder / RUN_RECIPE)
-        if RUN_RECIPE in self.contents.files and not is_local:
+        if RUN_RECIPE in self.contents.of_the_run and not is_local:
             self._download([RUN_RECIPE])
 
     def _download_run_files(self) -> None:
@@ -307,10 +311,11 @@ class StoredRun:
 
     def _download(self, names: Iterable[str]) -> None:
         for name in names:
+            there = self.contents.of_the_run[name]
             # A listing may have any names, and must not lead out of the folder.
-            if is_plain_name(name) and self.contents.files[name] <= MAX_RUN_FILE:
-                data = self.store.read(name)
-                with files.raising(RunError, f"cannot copy {self.address}/{name}"):
+            if is_plain_name(name) and self.contents.files[there] <= MAX_RUN_FILE:
+                data = self.store.read(there)
+                with files.raising(RunError, f"cannot copy {self.address}/{there}"):
                     files.make_folder((self.folder / name).parent)
                     files.write_aside(self.folder / name, data)
 
@@ -384,6 +389,10 @@ class ObjectStores:
         reader = PieceReader(store, (step, apart.launch_of(step)), folder, apart)
         reader.fetch(pieces)
         return reader.num_bytes
+
+    def stop(self, address: Address, *, wait: bool) -> Iterator[str]:
+        """Request that a run stops; what is to be shown meanwhile."""
+        return stop(address, wait=wait)
 
 
 def _open(address: Address, folder: Path, seconds: float) -> StoredRun:
