@@ -14,10 +14,10 @@ from pathlib import Path
 from ..errors import CheckpointError
 from ..storage import files
 from ..terminal_text import in_bytes
+from .apart import Apart
 from .disk.folder import open_checkpoint
 from .disk.strict_json import dump, parse_object
 from .loading import needed
-from .saving._writing import Apart
 from .state.roles import Stateful
 from .stores import stores
 

@@ -10,11 +10,11 @@ from ..extensions import Extended
 from ..storage.remote import Address
 
 if TYPE_CHECKING:
+    from .apart import Apart, RankPart
     from .disk.folder import CheckpointFolder
     from .disk.manifest import Piece
     from .looking.listing import CheckpointLine
-    from .saving._writing import Apart, Job
-    from .saving.saver import RunMirror
+    from .saving.listeners import RunMirror
     from .verification import Report
 
 
@@ -106,9 +106,8 @@ class RemoteStores(Protocol):
         is to be shown meanwhile. Raises ``RunError``: no launch is known to train there, or it has
         failed."""
 
-    def save_of(self, job: Job, is_orphan: Callable[[], bool]) -> StoredSave:
-        """The save of ``job`` in the store that it names; ``is_orphan`` says whether those that
-        train are dead."""
+    def save_of(self, apart: Apart, part: RankPart, is_orphan: Callable[[], bool]) -> StoredSave:
+        """One rank's part of a save; ``is_orphan`` says whether those that train are dead."""
 
     def outline(self, apart: Apart, step: int, folder: Path) -> None:
         """Download the manifest and the small files of a checkpoint to ``folder``."""

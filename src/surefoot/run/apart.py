@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..checkpoint.apart import Apart
 from ..checkpoint.disk.commit import step_of
-from ..checkpoint.saving._writing import Apart
+from ..checkpoint.section import CheckpointSection
 from ..errors import CheckpointError, RunError
 from ..parallel.world import World
-from ..recipe.recipe import Recipe
 from ..training.restoring import outlined
+from ..training.section import TrainSection
+from ..training.stage import Stage
 
 
 class DamagedStartError(CheckpointError):
@@ -21,31 +23,29 @@ class DamagedStartError(CheckpointError):
         self.step = step
 
 
-def refuse_apart(recipe: Recipe) -> None:
+def refuse_apart(train: TrainSection, saves: CheckpointSection, stage: Stage) -> None:
     """Raise ``RunError`` for what needs a folder that all machines see."""
-    place, push = recipe.train.output_dir, "run `surefoot push` on its URL when the run has ended"
+    place, push = train.output_dir, "run `surefoot push` on its URL when the run has ended"
     reasons = {
         "checkpoint.layout: full has files that all ranks write; leave it unset": (
-            recipe.checkpoint.layout_in(place) == "full"
+            saves.layout_in(place) == "full"
         ),
         "the server of the stage reads weights that training writes; sample without it": (
-            recipe.stage.sampler.server is not None
+            stage.sampler.server is not None
         ),
-        f"train.push_to_hub needs whole checkpoints; {push}": recipe.train.push_to_hub is not None,
+        f"train.push_to_hub needs whole checkpoints; {push}": train.push_to_hub is not None,
         "memory:// exists in one process": str(place).startswith("memory:"),
     }
     for why in (why for why, applies in reasons.items() if applies):
         raise RunError(
             "train.output_dir: the machines of this run have no folder in common (each has its "
-            f"own {recipe.train.folder}), and {why}. Or set train.cache_dir to a folder on a disk "
+            f"own {train.folder}), and {why}. Or set train.cache_dir to a folder on a disk "
             "that all of them see"
         )
 
 
-def start_of(start: Path | None, apart: Apart | None, world: World) -> Path | None:
+def start_of(start: Path | None, apart: Apart, world: World) -> Path | None:
     """The folder from which this rank resumes: ``start``, which rank 0 has chosen, or its outline
     on this machine if it is in the store. A collective call."""
-    is_stored = apart is not None and start is not None and start.parent == Path(apart.folder)
-    if apart is None or start is None or not is_stored:
-        return start
-    return outlined(apart, step_of(start), world)
+    is_stored = world.from_main(start is not None and start.parent == Path(apart.folder))
+    return outlined(apart, step_of(start), world) if start is not None and is_stored else start

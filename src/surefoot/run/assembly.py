@@ -8,11 +8,12 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
+from ..checkpoint.apart import Apart
 from ..checkpoint.disk.folder import tokenizer_of
 from ..checkpoint.fetching import is_outline
-from ..checkpoint.saving._writing import Apart
+from ..checkpoint.saving.listeners import SaveListener
 from ..checkpoint.saving.preparation import WriterGroup
-from ..checkpoint.saving.saver import AsyncSaver, SaveListener
+from ..checkpoint.saving.saver import AsyncSaver
 from ..model import products, weights
 from ..model.numerics import keep_freed_memory, seed_everything, use_deterministic_kernels
 from ..model.tokenizer import with_eos
@@ -64,10 +65,9 @@ def build(
     apart: Apart | None = None,
 ) -> Trainer:
     """The Trainer of a recipe, with the states of the checkpoint ``resume`` if one is given, and
-    ``stage_parts`` in place of the stage's. Its ranks save to the same folder, or ``apart`` in a
-    store. ``trial`` is for measurements of speed: it wraps
-    forward and backward, auxiliary models compute nothing, and there are no callbacks except the
-    given ones."""
+    ``stage_parts`` in place of the stage's. Ranks save to one folder, or ``apart`` in a store.
+    ``trial`` is for measurements of speed: it wraps forward and backward, auxiliary models compute
+    nothing, and there are no callbacks except the given ones."""
     start = Start.of(resume, world) if isinstance(resume, Path) else resume
     parts = RunParts.of(recipe, start, world, stage_parts, is_recorded=trial is None)
     prepare_process(parts, world)
@@ -78,9 +78,8 @@ def build(
     columns = ColumnsAhead.of(parts, data, world, is_trial=trial is not None)
     if trial is not None:
         columns.blank()
-    # What needs no policy is computed before the policy is opened, so that the two are never in
-    # memory together. A reference beside the policy is half as much memory again and a third more
-    # work a step, for numbers that never change (docs/decisions/0038).
+    # What needs no policy is computed before it is opened: a reference beside it is half as much
+    # memory again and a third more work a step, for numbers that never change (decisions/0038).
     if not columns.needs_policy:
         columns.compute(world, open_models(parts.models, columns.roles, parts.codec, world))
     policy = open_policy(parts, world, needs_start=columns.needs_policy)

@@ -16,7 +16,7 @@ from pathlib import Path
 from .. import schema
 from ..checkpoint.disk.commit import clean, committed, named, new_nonce, step_of
 from ..checkpoint.layouts.detection import has_manifest, names_save
-from ..checkpoint.saving.saver import RunMirror
+from ..checkpoint.saving.listeners import RunMirror
 from ..checkpoint.section import CheckpointSection
 from ..checkpoint.stores import RemoteRun, stores
 from ..checkpoint.verification import (
@@ -104,7 +104,7 @@ def opened(recipe: Recipe, world: World = ALONE) -> Iterator[RunFolder]:
     with _locked(folder) if world.is_main else nullcontext():
         run = RunFolder(folder, is_apart=not _is_shared(folder, world, is_cache=is_cache))
         if run.is_apart:
-            refuse_apart(recipe)
+            refuse_apart(recipe.train, recipe.checkpoint, recipe.stage)
         if world.is_main:
             forget_stop_request(folder)
             wait_for_orphans(folder)
@@ -304,11 +304,13 @@ def _known_size(folder: RunFolder) -> int | None:
     return None if size == "auto" else size
 
 
-def begun(folder: RunFolder, recipe: Recipe) -> tuple[Path | None, RunMirror | None]:
+def begun(
+    folder: RunFolder, saves: CheckpointSection, train: TrainSection
+) -> tuple[Path | None, RunMirror | None]:
     """Where a run begins (``resume_point``), and what uploads it from there on, if it is stored in
     a bucket."""
     while True:
-        start = resume_point(folder, recipe.checkpoint, recipe.train)
+        start = resume_point(folder, saves, train)
         if folder.away is None:
             return start, None
         if (mirror := folder.away.mirror(start)) is not None:

@@ -258,12 +258,12 @@ def _launched(
     start = mirror = apart = None
     if world.is_main:
         refuse_output_dir(folder.path)
-        start, mirror = begun(folder, recipe)
+        start, mirror = begun(folder, recipe.checkpoint, recipe.train)
         apart = folder.away.apart() if folder.away and folder.is_apart else None
     start, apart = world.from_main((start, apart))
-    start = start_of(start, apart, world)
-    if apart is not None:  # of rank 0's machine
-        apart = replace(apart, folder=str(folder.path.absolute()))
+    if apart is not None:
+        apart = replace(apart, folder=str(folder.path.absolute()))  # it was rank 0's
+        start = start_of(start, apart, world)
     settings = schema.write(recipe)
     record = partial(recorded, command=order.command, began=order.began)
     with record(folder.path, recipe.train, settings, world, start) as launch:

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from ..checkpoint.apart import Apart
 from ..checkpoint.disk.commit import step_of
 from ..checkpoint.fetching import fetch, is_outline, outline, outline_of
 from ..checkpoint.loading import load
-from ..checkpoint.saving._writing import Apart
 from ..checkpoint.saving.saver import AsyncSaver
 from ..checkpoint.state.roles import Stateful
 from ..errors import DamagedFileError

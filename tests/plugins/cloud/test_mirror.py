@@ -176,6 +176,8 @@ def test_the_record_is_sent_last_so_that_all_files_are_there(store, tmp_path, mo
     for other in ("checkpoint-9", "launch-4", ".aside"):
         (tmp_path / other).mkdir()
         (tmp_path / other / "file").write_text("")
-    Uploader(store, tmp_path, 3).serve({"upload": None, "replace": False, "forget": []})
+    Uploader(store, tmp_path, 3).serve(
+        {"upload": None, "replace": False, "forget": [], "run_files": True}
+    )
     assert sorted(order) == ["launch-3/a.txt", "launch-3/launches.jsonl", "launch-3/zero.txt"]
     assert order[-1] == "launch-3/launches.jsonl"

@@ -26,8 +26,9 @@ from ...parallel.sharding import Box
 from ...storage import files
 from ...storage.files import PAGE
 from ...storage.memory import exclusive, free_memory
+from ..apart import Apart
 from ..disk.tensorfile import FilePlan, num_bytes, parse, ranges_of
-from ._writing import Apart, Job, Shard, WriteShare
+from ._writing import Job, Shard, WriteShare
 
 _SPARE = 96 << 20  # bytes for the writer process, and for what the next step may need besides
 _WORTH_BYPASSING = 256 << 10  # bytes; less of a file that others write as well goes to the cache

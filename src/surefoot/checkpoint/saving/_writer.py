@@ -19,8 +19,8 @@ import traceback
 from typing import Any
 
 from ...errors import CheckpointError
-from ._apart import save
 from ._snapshot_buffer import SnapshotBuffer, parse_job
+from .apart import save
 
 
 class _OrphanedError(Exception):

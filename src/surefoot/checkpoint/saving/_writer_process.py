@@ -30,9 +30,9 @@ from ...log import fell_back
 from ...parallel.progress import wait_for_ranks
 from ...storage.folder_lock import StallWatch, state_of
 from ..disk.commit import clean, parts_of
-from ._apart import ALIVE, save
 from ._snapshot_buffer import FileImages, JobSnapshot, SnapshotBuffer, image_of, places
 from ._writing import MOST_ATTEMPTS, Job, Saved
+from .apart import ALIVE, save
 from .preparation import LiveTensors
 
 logger = logging.getLogger(__name__)

@@ -23,6 +23,7 @@ from typing import Protocol
 from ...errors import CheckpointError, explain
 from ...parallel.sharding import Box
 from ...storage import files
+from ..apart import Apart
 from ..disk.commit import delete, refuse_existing, step_of, temporary_folder
 from ..disk.folder import CheckpointFolder, open_checkpoint
 from ..disk.manifest import (
@@ -58,42 +59,6 @@ class Shard:
     role: str  # model, optimizer or state
     plan: FilePlan
     share: WriteShare | None = None  # if several processes write it
-
-
-@dataclass(frozen=True, kw_only=True)
-class Apart:
-    """The store in which the ranks of one launch save together, and their folder of the run. Each
-    machine has another one there."""
-
-    url: str  # of the run
-    launch: int
-    history: Sequence[Sequence[int]]  # the last step and the number of each launch before, in order
-    folder: str
-    seconds: float  # of failures in a row, before a transfer has failed
-
-    def launch_of(self, step: int) -> int:
-        """The launch that has saved a step."""
-        return next((number for last, number in self.history if step <= last), self.launch)
-
-    def part_of(self, rank: int, launch: int | None = None) -> Path:
-        """The folder in which a rank has its part of each checkpoint that a launch has saved."""
-        return self._inside / str(launch or self.launch) / f"rank_{rank:05d}"
-
-    def outlines(self, machine: int) -> Path:
-        """The folder for what the ranks of a machine read of checkpoints in the store."""
-        return self._inside / str(self.launch) / f"machine_{machine:05d}"
-
-    def outdated(self) -> list[Path]:
-        """What nobody reads once this launch has committed: parts of other launches, and outlines.
-        Both are in the store."""
-        own = self._inside / str(self.launch)
-        others = [self._inside / name for name in files.names_in(self._inside)]
-        outlines = [own / n for n in files.names_in(own) if n.startswith("machine_")]
-        return [*(path for path in others if path != own), *outlines]
-
-    @property
-    def _inside(self) -> Path:
-        return Path(self.folder) / ".apart"
 
 
 @dataclass(frozen=True, kw_only=True)

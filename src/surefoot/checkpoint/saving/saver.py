@@ -10,16 +10,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from ...errors import CheckpointError
 from ...log import fell_back
 from ...storage import files
 from ...storage.folder_lock import FolderIdentity, FolderLock, lock
+from ..apart import Apart
 from ..disk import retention
 from ..disk.commit import committed, step_of
 from ..disk.manifest import MANIFEST, Kind
@@ -27,7 +27,8 @@ from ..disk.retention import RetentionPolicy, Times, pinned
 from ..state.roles import Stateful
 from ._snapshot_buffer import lacks_room
 from ._writer_process import Background
-from ._writing import Apart, Saved
+from ._writing import Saved
+from .listeners import SaveListener
 from .preparation import ALONE, WriterGroup, prepare
 
 logger = logging.getLogger(__name__)
@@ -36,37 +37,6 @@ logger = logging.getLogger(__name__)
 def _opened(root: Path) -> FolderIdentity | None:
     with files.raising(CheckpointError, f"cannot save to {root}"):
         return FolderIdentity(root) if files.exists(root) else None
-
-
-class SaveListener(Protocol):
-    """Follows the saves of one run on rank 0, as a mirror in an object store does."""
-
-    @property
-    def steps(self) -> Collection[int]:
-        """Steps whose checkpoints it keeps: the retention policy decides about them as well."""
-
-    @property
-    def protected(self) -> Collection[int]:
-        """Steps whose checkpoints must not be deleted yet."""
-
-    def on_save(self, replaces: Collection[str]) -> None:
-        """A save begins; the checkpoints that it ``replaces`` are deleted when it is committed."""
-
-    def on_committed(self, path: Path, replaces: Collection[str]) -> None:
-        """``path`` is committed, and the checkpoints that it ``replaces`` are deleted."""
-
-    def on_deleted(self, names: Collection[str]) -> None:
-        """The checkpoints of these ``names`` are deleted by the retention policy."""
-
-    def on_poll(self) -> None:
-        """The loop is between two steps. Must return at once."""
-
-    def finish(self) -> None:
-        """Wait until nothing is left to do. Raises ``CheckpointError`` if something failed."""
-
-
-class RunMirror(SaveListener, AbstractContextManager["RunMirror"], Protocol):
-    """Uploads what is saved; at the end of the block it waits until everything is uploaded."""
 
 
 @dataclass(eq=False)

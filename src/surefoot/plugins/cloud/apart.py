@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from ...checkpoint.apart import Apart, RankPart
 from ...checkpoint.disk.commit import step_of
 from ...checkpoint.disk.folder import CheckpointFolder
 from ...checkpoint.disk.manifest import (
@@ -27,8 +28,7 @@ from ...checkpoint.disk.manifest import (
     parse,
 )
 from ...checkpoint.disk.tensorfile import TensorFile, header_length, open_path, ranges_of
-from ...checkpoint.saving._apart import commit, merged
-from ...checkpoint.saving._writing import Apart, Job
+from ...checkpoint.saving.apart import commit, merged
 from ...errors import CheckpointError, DamagedFileError, counted
 from ...log import fell_back
 from ...parallel.sharding import Box
@@ -65,36 +65,23 @@ class StoredSave:
     store: Store
     name: str  # of the checkpoint's folder
     launch: int
-    rank: int = 0
-    world_size: int = 1
-    nonce: str = ""
+    part: RankPart
     seconds: float = 600.0
     is_orphan: Callable[[], bool] = lambda: False
     run_files: Uploader | None = None  # of rank 0
     _began: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def of(cls, job: Job, is_orphan: Callable[[], bool]) -> StoredSave:
+    def of(cls, apart: Apart, part: RankPart, is_orphan: Callable[[], bool]) -> StoredSave:
         """That of one rank."""
-        apart = job.apart
-        assert apart is not None
         uploader = _uploader(apart.url, apart.folder, apart.launch, apart.seconds)
-        return cls(
-            uploader.store,
-            name_of((job.step, apart.launch)),
-            apart.launch,
-            job.rank,
-            job.world_size,
-            job.nonce or "",
-            apart.seconds,
-            is_orphan,
-            uploader if job.rank == 0 else None,
-        )
+        name, run_files = name_of((part.step, apart.launch)), None if part.rank else uploader
+        return cls(uploader.store, name, apart.launch, part, apart.seconds, is_orphan, run_files)
 
     def begin(self) -> None:
         """Delete what this rank has reported of this step: its files are about to be others."""
         for rank, nonce, end in _reports(self.store, self.name):
-            if rank == self.rank:
+            if rank == self.part.rank:
                 self.store.delete(self._report(rank, nonce, end))
 
     def send(self, folder: Path, names: Collection[str], equal: Mapping[str, str]) -> None:
@@ -123,36 +110,36 @@ class StoredSave:
 
     def report(self, part: bytes) -> None:
         """The last file of this rank."""
-        self.store.write(self._report(self.rank, self.nonce, "json"), part)
+        self.store.write(self._report(self.part.rank, self.part.nonce, "json"), part)
 
     def fail(self, why: str) -> None:
         """The same in place of it."""
-        self.store.write(self._report(self.rank, self.nonce, "error"), why.encode())
+        self.store.write(self._report(self.part.rank, self.part.nonce, "error"), why.encode())
 
     def reports(self) -> list[bytes]:
         """Look for them until all are there."""
         patience = max(_LEAST, self.seconds, _SLOWER * (time.monotonic() - self._began))
         known, since, pause = set[int](), time.monotonic(), _PAUSE
-        while len(known) < self.world_size:
+        while len(known) < self.part.world_size:
             found = {rank for rank, end in self._told() if end == "json"}
             if found > known:
                 known, since, pause = found, time.monotonic(), _PAUSE
                 continue
             silence = time.monotonic() - since
             if silence > (_LAST_CHANCE if self.is_orphan() else patience):
-                missing = min(set(range(self.world_size)) - known)
+                missing = min(set(range(self.part.world_size)) - known)
                 raise CheckpointError(
                     f"cannot save {self.store.address.inside(self.name)}: rank {missing} has not "
                     f"uploaded its part, nor has any other rank for {silence:.0f} s"
                 )
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST)
-        return self._read_reports(self.nonce, self.world_size)
+        return self._read_reports(self.part.nonce, self.part.world_size)
 
     def _told(self) -> Iterator[tuple[int, str]]:
         """The ranks that have reported about this attempt, and how. Raises if one has failed."""
         for rank, nonce, end in _reports(self.store, self.name):
-            if nonce != self.nonce:
+            if nonce != self.part.nonce:
                 continue
             if end == "error":
                 why = self.store.read(self._report(rank, nonce, end)).decode(errors="replace")
@@ -228,7 +215,8 @@ def roll_forward(store: Store, stored: Stored, listed: Mapping[str, int]) -> boo
         if end == "json":
             by_nonce.setdefault(nonce, set()).add(rank)
     for nonce, ranks in by_nonce.items():
-        save = StoredSave(store, name, stored[1], nonce=nonce)
+        part = RankPart(step=stored[0], rank=0, world_size=len(ranks), nonce=nonce)
+        save = StoredSave(store, name, stored[1], part)
         if 0 not in ranks:
             continue
         first = parse(save._read_reports(nonce, 1)[0], f"{name}: report of rank 0", is_part=True)

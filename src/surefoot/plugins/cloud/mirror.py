@@ -76,6 +76,8 @@ class Mirror:
     failed, it waits until everything is uploaded.
     """
 
+    _brings_run_files = True  # with each task
+
     def __init__(
         self,
         store: Store,
@@ -86,16 +88,13 @@ class Mirror:
         void: Collection[Stored] = (),
         launch: StoredLaunch = _FIRST_LAUNCH,
         seconds: float = 600,
-        is_apart: bool = False,
     ) -> None:
         """``there`` and ``damaged`` are of this run; ``void`` are deleted once this ``launch`` has
-        stored a checkpoint. Where machines are apart, their ranks upload checkpoints by themselves
-        (``apart``), and this deletes them."""
+        stored a checkpoint."""
         self.address = store.address
         self._folder = folder
         self._launch = launch
         self._seconds = seconds
-        self._is_apart = is_apart
         self._launches = dict((*there, *damaged))
         self._void = [name_of(stored) for stored in void]
         self._checkpoints = defaultdict[int, _Checkpoint](_Checkpoint)
@@ -137,8 +136,6 @@ class Mirror:
         """Upload ``path``, and delete in the store the checkpoints that it ``replaces``."""
         self._try_again()
         step, uploading = step_of(path), self._uploading
-        if self._is_apart:
-            self._is_stored(step)
         for old in sorted({step_of(Path(name)) for name in replaces} - self.steps - {uploading}):
             logger.info(
                 "checkpoint-%d was not uploaded: a newer checkpoint was uploaded first, and "
@@ -209,8 +206,6 @@ class Mirror:
         """The latest checkpoint that is local, not in the store, and may be uploaded: of this
         launch, as those up to the one that it continues are of launches before."""
         base = self._launch.base
-        if self._is_apart:
-            return None
         for step in sorted(map(step_of, committed(self._folder)), reverse=True):
             if base is not None and step <= base[0]:
                 break
@@ -235,8 +230,7 @@ class Mirror:
         if step is None and not forget and not run_files:
             return
         replace = step is not None and self._checkpoints[step].in_store == "damaged"
-        # Those of ranks that are apart come with each commit, by another process.
-        run_files = run_files or not self._is_apart
+        run_files = run_files or self._brings_run_files
         self._task = {
             "upload": step,
             "replace": replace,
@@ -316,6 +310,21 @@ class Mirror:
         self._failure = None
         for checkpoint in self._checkpoints.values():
             checkpoint.has_failed = False
+
+
+class MirrorOfRanks(Mirror):
+    """The same where ranks upload their parts by themselves, with the files of the run before each
+    commit (``apart``): what is deleted, and the files of the run at its end, are left."""
+
+    _brings_run_files = False
+
+    def on_committed(self, path: Path, replaces: Iterable[str]) -> None:
+        """It is in the store."""
+        self._is_stored(step_of(path))
+        super().on_committed(path, replaces)
+
+    def _next(self) -> None:
+        return None
 
 
 def _start_worker(address: Address, folder: Path, seconds: float, launch: int) -> Child | _Inline:

@@ -16,12 +16,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ...checkpoint.apart import Apart, RankPart
 from ...checkpoint.disk import strict_json
 from ...checkpoint.disk.commit import committed, named, step_of
 from ...checkpoint.disk.folder import CheckpointFolder
 from ...checkpoint.disk.manifest import MANIFEST, Piece, is_plain_name
 from ...checkpoint.looking.listing import CheckpointLine
-from ...checkpoint.saving._writing import Apart, Job
 from ...checkpoint.verification import Found, Report, refuse_damaged, set_aside, verify_checkpoint
 from ...errors import CheckpointError, RunError
 from ...recipe.files import RUN_RECIPE
@@ -42,7 +42,7 @@ from .checkpoints import (
     whole_manifest,
 )
 from .lineage import FIRST, Stored, StoredLaunch, local_name, name_of, stored_of
-from .mirror import Mirror
+from .mirror import Mirror, MirrorOfRanks
 from .stopping import stop
 from .store import Store
 
@@ -266,7 +266,8 @@ class StoredRun:
         self.launch = lineage.launches[number]
         damaged = [stored for stored in valid if stored[0] in self.damaged]
         leftovers = [each for each in self.contents.uncommitted if each[1] != number]
-        return Mirror(
+        kind = MirrorOfRanks if self.is_apart else Mirror
+        return kind(
             self.store,
             self.folder,
             there=[stored for stored in valid if stored not in damaged],
@@ -274,7 +275,6 @@ class StoredRun:
             void=[*self.contents.void, *leftovers],
             launch=self.launch,
             seconds=self.seconds,
-            is_apart=self.is_apart,
         )
 
     def _begin(self, base: int | None) -> int | None:
@@ -372,9 +372,9 @@ class ObjectStores:
             raise CheckpointError(f"{checkpoint}: expected the URL of a checkpoint, …/checkpoint-N")
         return verify(Store(checkpoint.parent, seconds=60), checkpoint.name, full=full)
 
-    def save_of(self, job: Job, is_orphan: Callable[[], bool]) -> StoredSave:
+    def save_of(self, apart: Apart, part: RankPart, is_orphan: Callable[[], bool]) -> StoredSave:
         """One rank's part of a save."""
-        return StoredSave.of(job, is_orphan)
+        return StoredSave.of(apart, part, is_orphan)
 
     def outline(self, apart: Apart, step: int, folder: Path) -> None:
         """The small files of a checkpoint."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from ...errors import CheckpointError
 from ...parallel.sharding import Box
 from ...storage import files
+from ..apart import RankPart
 from ..disk.commit import delete, temporary_folder
 from ..disk.folder import ADAPTER
 from ..disk.manifest import Manifest, check_consistent, dump, parse
@@ -43,16 +44,17 @@ def save(
     if job.apart is None:
         return write(job, content, started, is_orphan)
     began = time.monotonic()
-    stored = stores().save_of(job, is_orphan)
+    part = RankPart(step=job.step, rank=job.rank, world_size=job.world_size, nonce=job.nonce or "")
+    stored = stores().save_of(job.apart, part, is_orphan)
     with _alive(job.root):
         try:
             with files.raising(CheckpointError, f"cannot save {job.target}"):
                 stored.begin()
-                part, equal = _write_part(job, content, started)
-            stored.send(job.target, part.files, equal)
-            stored.report(dump(part))
+                own, equal = _write_part(job, content, started)
+            stored.send(job.target, own.files, equal)
+            stored.report(dump(own))
             if job.rank > 0:
-                num_bytes, is_committed = sum(part.files.values()), stored.ended()
+                num_bytes, is_committed = sum(own.files.values()), stored.ended()
             else:
                 manifest = commit(stored, stored.reports(), str(job.target), job.root)
                 num_bytes, is_committed = sum(manifest.files.values()), True
