@@ -9,6 +9,11 @@ from pathlib import Path
 from ..storage import files
 
 
+def inside(folder: Path | str) -> Path:
+    """Where the parts of ranks are in the folder of a run."""
+    return Path(folder) / ".apart"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Apart:
     """The store in which the ranks of one launch save together, and their folder of the run. Each
@@ -26,23 +31,19 @@ class Apart:
 
     def part_of(self, rank: int, launch: int | None = None) -> Path:
         """The folder in which a rank has its part of each checkpoint that a launch has saved."""
-        return self._inside / str(launch or self.launch) / f"rank_{rank:05d}"
+        return inside(self.folder) / str(launch or self.launch) / f"rank_{rank:05d}"
 
     def outlines(self, machine: int) -> Path:
         """The folder for what the ranks of a machine read of checkpoints in the store."""
-        return self._inside / str(self.launch) / f"machine_{machine:05d}"
+        return inside(self.folder) / str(self.launch) / f"machine_{machine:05d}"
 
     def outdated(self) -> list[Path]:
         """What nobody reads once this launch has committed: parts of other launches, and outlines.
         Both are in the store."""
-        own = self._inside / str(self.launch)
-        others = [self._inside / name for name in files.names_in(self._inside)]
+        root = inside(self.folder)
+        own, others = root / str(self.launch), [root / name for name in files.names_in(root)]
         outlines = [own / n for n in files.names_in(own) if n.startswith("machine_")]
         return [*(path for path in others if path != own), *outlines]
-
-    @property
-    def _inside(self) -> Path:
-        return Path(self.folder) / ".apart"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 from .. import schema
 from ..checkpoint.disk.commit import clean, committed, named, new_nonce, step_of
 from ..checkpoint.layouts.detection import has_manifest, names_save
+from ..checkpoint.saving.apart import wait_for_uploads
 from ..checkpoint.saving.listeners import RunMirror
 from ..checkpoint.section import CheckpointSection
 from ..checkpoint.stores import RemoteRun, stores
@@ -105,6 +106,9 @@ def opened(recipe: Recipe, world: World = ALONE) -> Iterator[RunFolder]:
         run = RunFolder(folder, is_apart=not _is_shared(folder, world, is_cache=is_cache))
         if run.is_apart:
             refuse_apart(recipe.train, recipe.checkpoint, recipe.stage)
+            if world.is_local_main:
+                wait_for_uploads(folder)
+            world.wait()
         if world.is_main:
             forget_stop_request(folder)
             wait_for_orphans(folder)

@@ -1,15 +1,17 @@
 """Machines that have nothing in common but a bucket: what they saved, any others go on from."""
 
+import random
 import re
 import signal
 import threading
+import time
 
 import pytest
 from click.testing import CliRunner
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from project import Project
+from project import Project, model_folder
 from surefoot.checkpoint.verification import verify
 from surefoot.cli.main import main
 
@@ -275,3 +277,89 @@ def test_the_best_weights_are_loaded_and_a_rollback_goes_back_on_all(bucket, tmp
     launch = Fleet(project, bucket, tmp_path).run()
     best = re.search(r"best: checkpoint-(\d+)", launch.logs())
     assert best and int(best[1]) < 6
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("ranks", [(1, 1), None], ids=["two machines", "one to four"])
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_again_and_again_behind_a_bad_store(bucket, server, tmp_path, seed, ranks):
+    """25 kills of one machine or all, at any request; each launch is on machines that nobody has
+    used. Of 16 requests one fails, is cut off, or is done without an answer."""
+    sizes = {"global_batch_size": 12, "micro_batch_size": 1, "max_steps": 40}
+    project = Project(tmp_path / "p", optim=OPTIM, train=sizes)
+    fleet, rng = Fleet(project, bucket, tmp_path), random.Random(seed)
+    for _ in range(25):
+        chosen = ranks or rng.choice([(1,), (1, 1), (2, 1), (1, 1, 1), (1, 1, 1, 1)])
+        launch = fleet.launch("checkpoint.keep=2", ranks=chosen)
+        server.is_well()
+        server.rule = bad(rng, launch, rng.choice([None, *range(len(chosen))]))
+        if set(launch.wait()) == {0}:
+            break  # it was faster
+    server.rule = bad(rng)
+    last = fleet.run("checkpoint.keep=2", ranks=ranks or (2, 1))
+    server.is_well()
+    alone = Fleet(project, Bucket(server.port), tmp_path / "alone").run(ranks=ranks or (1,))
+    found, expected = last.losses(), alone.losses()
+    assert found.keys() == expected.keys()
+    allowed = 0.0 if ranks else 20 * CLOSE
+    assert all(abs(found[step] - expected[step]) <= allowed for step in expected)
+
+
+def bad(rng, launch=None, machine=None):
+    """A rule by which requests fail, and a launch is killed at one of them."""
+    last = rng.randint(1, 150)
+
+    def rule(_method, _path, count):
+        if launch is not None and count == last:
+            launch.kill(machine)
+        return rng.choice([None] * 45 + [503, "drop", "deaf"])
+
+    return rule
+
+
+@pytest.mark.proof
+def test_a_rank_reads_and_sends_what_is_its_own(bucket, tmp_path):
+    model = {"hidden_size": 256, "intermediate_size": 768}
+    project = Project(tmp_path / "p", optim=OPTIM, parallel={"dp_shard": 2})
+    model_folder(tmp_path / "p" / "model", **model)
+    fleet = Fleet(project, bucket, tmp_path)
+    fleet.run("train.max_steps=2")
+    logs = fleet.run("train.max_steps=4").logs()
+    figures = re.findall(
+        r"checkpoint-2: ([\d.]+) (\w+) of its tensors are needed here, ([\d.]+) \2", logs
+    )
+    assert len(figures) == 1, logs  # rank 0 logs
+    needed, came = float(figures[0][0]), float(figures[0][2])
+    assert came <= 1.05 * needed
+
+
+@pytest.mark.proof
+def test_a_machine_without_permission_ends_the_save_of_all_with_its_reason(fleet, server):
+    launch = fleet.launch()
+    server.rule = lambda method, path, _count: (
+        403 if method == "PUT" and "/rank_00001/" in path else None
+    )
+    codes = launch.wait()
+    assert 2 in codes
+    assert "no permission" in launch.logs()
+    server.is_well()
+
+
+def test_a_launch_on_the_same_machines_waits_for_what_they_upload(fleet, server, whole):
+    """Those that train are killed, and those that write for them live, and upload slowly."""
+    launch, began = fleet.launch("checkpoint.save_steps=4"), threading.Event()
+
+    def rule(method, path, _count):
+        if method == "PUT" and "/checkpoint-4/rank_0000" in path:
+            if not began.is_set():
+                began.set()
+                for process in launch.ranks:
+                    process.kill()
+            time.sleep(1)
+
+    server.rule = rule
+    launch.wait()
+    assert began.is_set()
+    second = fleet.run(places=launch.places)
+    assert "resuming from checkpoint-4 at step 4" in second.logs()
+    assert second.losses() == whole

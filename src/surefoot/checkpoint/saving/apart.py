@@ -17,9 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...errors import CheckpointError
+from ...log import announced
 from ...parallel.sharding import Box
 from ...storage import files
-from ..apart import RankPart
+from ..apart import RankPart, inside
 from ..disk.commit import delete, temporary_folder
 from ..disk.folder import ADAPTER
 from ..disk.manifest import Manifest, check_consistent, dump, parse
@@ -31,6 +32,7 @@ from ._writing import Content, Job, Saved, drop_replaced, manifest_of, write, wr
 
 ALIVE = ".uploading"  # a file whose time shows that a process works
 _BEAT = 10.0  # seconds between two changes of it
+_PAUSE = 0.2  # seconds between two looks at its lock
 _ADAPTER_NAME = f"{MODEL}/"
 
 
@@ -90,7 +92,8 @@ def _write_part(
 
 @contextlib.contextmanager
 def _alive(root: Path) -> Iterator[None]:
-    """Show whoever waits for this process that it works: an upload changes no file here."""
+    """Show whoever waits for this process that it works: an upload changes no file here. The next
+    launch on this machine waits for the lock, as for that of a temporary folder."""
     is_over = threading.Event()
 
     def beat() -> None:
@@ -98,13 +101,39 @@ def _alive(root: Path) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 (root / ALIVE).touch()
 
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
+    with files.raising(CheckpointError, f"cannot save to {root}"):
+        files.make_folder(root)
+        locked = files.open_or_create(root / ALIVE)
+    with locked:
+        with contextlib.suppress(OSError):  # of another attempt; or there are no locks
+            locked.lock()
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+
+
+def wait_for_uploads(folder: Path) -> None:
+    """Wait on this machine for the uploads of launches before, so that what they save counts.
+    ``folder`` is that of the run here. They end by themselves, as nobody trains for them."""
+    for path in sorted(inside(folder).glob(f"*/rank_*/{ALIVE}")):
+        with announced("a launch before this one, which still uploads (%s)", path.parent):
+            while _is_locked(path):
+                time.sleep(_PAUSE)
+
+
+def _is_locked(path: Path) -> bool:
     try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
+        with files.open_file(path, write=True) as file:
+            file.lock()
+    except BlockingIOError:
+        return True
+    except OSError:  # it is gone, or there are no locks
+        return False
+    return False
 
 
 def commit(stored: StoredSave, reports: Sequence[bytes], where: str, folder: Path) -> Manifest:
