@@ -8,7 +8,7 @@ from pathlib import Path
 from ..checkpoint.apart import Apart
 from ..checkpoint.disk.commit import step_of
 from ..checkpoint.section import CheckpointSection
-from ..errors import CheckpointError, RunError
+from ..errors import CheckpointError, DamagedFileError, RunError
 from ..parallel.world import World
 from ..training.restoring import outlined
 from ..training.section import TrainSection
@@ -46,6 +46,11 @@ def refuse_apart(train: TrainSection, saves: CheckpointSection, stage: Stage) ->
 
 def start_of(start: Path | None, apart: Apart, world: World) -> Path | None:
     """The folder from which this rank resumes: ``start``, which rank 0 has chosen, or its outline
-    on this machine if it is in the store. A collective call."""
+    on this machine if it is in the store. A collective call. Raises ``DamagedStartError``."""
     is_stored = world.from_main(start is not None and start.parent == Path(apart.folder))
-    return outlined(apart, step_of(start), world) if start is not None and is_stored else start
+    if start is None or not is_stored:
+        return start
+    try:
+        return outlined(apart, step_of(start), world)
+    except DamagedFileError as error:
+        raise DamagedStartError(step_of(start), str(error)) from None

@@ -3,7 +3,8 @@ of which each rank reads what it needs."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from ..checkpoint.apart import Apart
@@ -26,11 +27,27 @@ def readable(saver: AsyncSaver, checkpoint: Path, world: World) -> Path:
 
 
 def outlined(apart: Apart, step: int, world: World) -> Path:
-    """The outline of a stored checkpoint, one for each machine. A collective call."""
-    with world.together():
+    """The outline of a stored checkpoint, one for each machine. A collective call. Raises
+    ``DamagedFileError`` on all ranks if one of them finds damage."""
+    folder = outline_of(apart, step, world.first_local_rank)
+    with agreed_damage(folder, world):
         if world.is_local_main:
             outline(apart, step, world.first_local_rank)
-    return outline_of(apart, step, world.first_local_rank)
+    return folder
+
+
+@contextmanager
+def agreed_damage(folder: Path, world: World) -> Iterator[None]:
+    """A block that meets no other rank: a ``DamagedFileError`` in it is raised on all ranks, as is
+    any other error (``World.together``)."""
+    damage = None
+    with world.together():
+        try:
+            yield
+        except DamagedFileError as error:
+            damage = str(error)
+    if why := world.first_of(damage):
+        raise DamagedFileError(folder, why)
 
 
 def restore(
@@ -44,13 +61,7 @@ def restore(
     """``load``, as a collective call. Raises ``DamagedFileError`` on all ranks if one of them finds
     damage in a store; nothing has been loaded then."""
     if is_outline(folder):
-        damage = None
-        with world.together():
-            try:
-                fetch(folder, states, only=only)
-            except DamagedFileError as error:
-                damage = str(error)
-        if why := world.first_of(damage):
-            raise DamagedFileError(folder, why)
+        with agreed_damage(folder, world):
+            fetch(folder, states, only=only)
         is_verified = True
     load(folder, states, only=only, is_verified=is_verified)

@@ -208,15 +208,20 @@ def damaged(bucket, key):
     bucket.put(key, bytes(data))
 
 
-def test_damage_that_one_rank_finds_is_damage_for_all(fleet, bucket, whole):
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    "file", ["rank_00001/optimizer.safetensors", "state.json", "manifest.json"]
+)
+def test_damage_that_one_rank_finds_is_damage_for_all(fleet, bucket, whole, file):
     fleet.run("train.max_steps=4")
-    damaged(bucket, "checkpoint-4/rank_00001/optimizer.safetensors")
+    damaged(bucket, f"checkpoint-4/{file}")
     second = fleet.run()
     assert "checkpoint-4 is skipped" in second.logs()
-    assert "rank_00001/optimizer.safetensors" in second.logs()
+    assert file in second.logs()
     assert "resuming from checkpoint-2 at step 2" in second.logs()
     assert second.losses() == whole
-    assert stored(bucket) == {"checkpoint-2", "checkpoint-4.launch-3", "checkpoint-6.launch-3"}
+    steps = {name.partition(".")[0] for name in stored(bucket) if not name.endswith("-4")}
+    assert steps == {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
 
 
 @pytest.mark.proof
@@ -257,7 +262,7 @@ def test_an_adapter_is_one_file_that_peft_opens(bucket, server, tmp_path):
     ("overrides", "why"),
     [
         (["checkpoint.layout=full"], "leave it unset"),
-        (["train.push_to_hub=me/model"], "`surefoot push`"),
+        pytest.param(*(["train.push_to_hub=me/model"], "`surefoot push`"), marks=pytest.mark.proof),
     ],
 )
 def test_what_needs_a_common_folder_is_refused(fleet, overrides, why):
@@ -345,6 +350,7 @@ def test_a_machine_without_permission_ends_the_save_of_all_with_its_reason(fleet
     server.is_well()
 
 
+@pytest.mark.proof
 def test_a_launch_on_the_same_machines_waits_for_what_they_upload(fleet, server, whole):
     """Those that train are killed, and those that write for them live, and upload slowly."""
     launch, began = fleet.launch("checkpoint.save_steps=4"), threading.Event()
@@ -363,3 +369,29 @@ def test_a_launch_on_the_same_machines_waits_for_what_they_upload(fleet, server,
     second = fleet.run(places=launch.places)
     assert "resuming from checkpoint-4 at step 4" in second.logs()
     assert second.losses() == whole
+
+
+@pytest.mark.proof
+def test_weights_that_do_not_change_are_copied_inside_the_store(bucket, server, tmp_path):
+    project = Project(
+        tmp_path / "p", optim=OPTIM, method={"freeze": {"num_layers": 1}}, parallel={"dp_shard": 2}
+    )
+    fleet = Fleet(project, bucket, tmp_path)
+    fleet.run("train.max_steps=4")
+    assert {path.split("/")[-2] for path in server.copied} == {"rank_00000", "rank_00001"}
+    bucket.download(tmp_path / "copy")
+    assert verify(tmp_path / "copy" / "checkpoint-4", full=True).ok
+    second = fleet.run("train.max_steps=6")
+    whole = Fleet(project, Bucket(server.port), tmp_path / "whole").run("train.max_steps=6")
+    assert second.losses() == whole.losses()
+
+
+@pytest.mark.proof
+def test_a_server_that_cannot_copy_gets_the_bytes(bucket, server, tmp_path):
+    project = Project(
+        tmp_path / "p", optim=OPTIM, method={"freeze": {"num_layers": 1}}, parallel={"dp_shard": 2}
+    )
+    server.is_strict = server.cannot_copy = True
+    launch = Fleet(project, bucket, tmp_path).run("train.max_steps=4")
+    assert "are uploaded with each checkpoint" in launch.logs()
+    assert (bucket.committed(), server.refused) == ([2, 4], [])

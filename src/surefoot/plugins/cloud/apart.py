@@ -35,10 +35,10 @@ from ...parallel.sharding import Box
 from ...storage import files
 from ...storage.parallel_work import in_parallel
 from ...storage.remote import Address
-from .checkpoints import WORKERS, refuse_late, whole_manifest
+from .checkpoints import WORKERS, StoredDamageError, refuse_late, whole_manifest
 from .lineage import Stored, name_of
 from .mirror import Uploader
-from .store import Store, StoreError
+from .store import MissingError, Store, StoreError
 
 logger = logging.getLogger(__name__)
 REPORTS = ".reports"
@@ -176,7 +176,7 @@ class StoredSave:
     def ended(self) -> bool:
         """Look for the manifest, or an error of rank 0."""
         since, pause = time.monotonic(), _PAUSE
-        while f"{self.name}/{MANIFEST}" not in self.store.list(f"{self.name}/{MANIFEST}"):
+        while not self._is_committed():
             try:
                 list(self._told())
             except CheckpointError as error:
@@ -188,6 +188,13 @@ class StoredSave:
                 return False
             time.sleep(pause)
             pause = min(1.5 * pause, 4 * _LONGEST)
+        return True
+
+    def _is_committed(self) -> bool:
+        try:
+            self.store.read_range(f"{self.name}/{MANIFEST}", 0, 1)
+        except MissingError:
+            return False
         return True
 
     def _report(self, rank: int, nonce: str, end: str) -> str:
@@ -239,8 +246,11 @@ def roll_forward(store: Store, stored: Stored, listed: Mapping[str, int]) -> boo
 
 def outline(store: Store, name: str, folder: Path) -> Manifest:
     """Download the manifest and the small files of a checkpoint to ``folder``. Raises
-    ``StoredDamageError``."""
-    text, manifest = whole_manifest(store, name)
+    ``DamagedFileError``."""
+    try:
+        text, manifest = whole_manifest(store, name)
+    except StoredDamageError as error:
+        raise DamagedFileError(folder, str(error)) from None
     small = [file for file in manifest.files if not is_safetensors(file)]
 
     def read(file: str) -> None:

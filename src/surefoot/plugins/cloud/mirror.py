@@ -230,13 +230,15 @@ class Mirror:
         if step is None and not forget and not run_files:
             return
         replace = step is not None and self._checkpoints[step].in_store == "damaged"
-        run_files = run_files or self._brings_run_files
-        self._task = {
-            "upload": step,
-            "replace": replace,
-            "forget": forget,
-            "run_files": run_files,
-        }
+        self._send(step, forget, replace=replace, run_files=run_files or self._brings_run_files)
+
+    def _send(
+        self, upload: int | None, forget: Collection[str], *, replace: bool, run_files: bool
+    ) -> None:
+        """Give the worker a task. Whatever it is, the worker looks first whether a later launch has
+        begun."""
+        names = ("upload", "forget", "replace", "run_files")
+        self._task = dict(zip(names, (upload, forget, replace, run_files), strict=True))
         self._working().send(self._task)
 
     def _working(self) -> Child | _Inline:
@@ -317,6 +319,13 @@ class MirrorOfRanks(Mirror):
     commit (``apart``): what is deleted, and the files of the run at its end, are left."""
 
     _brings_run_files = False
+
+    def on_save(self, replaces: Iterable[str]) -> None:
+        """Look whether a later launch has begun: the save that finds it may only be logged
+        (``checkpoint.on_save_error: continue``)."""
+        super().on_save(replaces)
+        if self._task is None:
+            self._send(None, (), replace=False, run_files=False)
 
     def on_committed(self, path: Path, replaces: Iterable[str]) -> None:
         """It is in the store."""
