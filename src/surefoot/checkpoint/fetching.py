@@ -18,8 +18,8 @@ from .apart import Apart
 from .disk.folder import open_checkpoint
 from .disk.strict_json import dump, parse_object
 from .loading import needed
+from .remote import stores
 from .state.roles import Stateful
-from .stores import stores
 
 logger = logging.getLogger(__name__)
 STORED = ".stored.json"

@@ -33,7 +33,7 @@ def refuse_apart(train: TrainSection, saves: CheckpointSection, stage: Stage) ->
         "the server of the stage reads weights that training writes; sample without it": (
             stage.sampler.server is not None
         ),
-        f"train.push_to_hub needs whole checkpoints; {push}": train.push_to_hub is not None,
+        f"train.push_to_hub needs complete checkpoints; {push}": train.push_to_hub is not None,
         "memory:// exists in one process": str(place).startswith("memory:"),
     }
     for why in (why for why, applies in reasons.items() if applies):

@@ -16,10 +16,10 @@ from pathlib import Path
 from .. import schema
 from ..checkpoint.disk.commit import clean, committed, named, new_nonce, step_of
 from ..checkpoint.layouts.detection import has_manifest, names_save
+from ..checkpoint.remote import RemoteRun, stores
 from ..checkpoint.saving.apart import wait_for_uploads
 from ..checkpoint.saving.listeners import RunMirror
 from ..checkpoint.section import CheckpointSection
-from ..checkpoint.stores import RemoteRun, stores
 from ..checkpoint.verification import (
     expect_valid,
     find_latest,

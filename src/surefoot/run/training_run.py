@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from .. import schema
 from ..checkpoint.fetching import is_outline
-from ..checkpoint.stores import stores
+from ..checkpoint.remote import stores
 from ..checkpoint.verification import verify_checkpoint
 from ..errors import CheckpointError, DamagedFileError, RecipeError, RunError, similar
 from ..model.loading import device

@@ -154,7 +154,7 @@ class Times:
         return times
 
     def known(self, step: int) -> float | None:
-        """When it was saved, if this was in this launch, or was asked for before."""
+        """When it was saved, if this was in this launch, or was looked up before."""
         return self._known.get(step)
 
     def _of(self, path: Path) -> float | None:

@@ -5,7 +5,7 @@ Read from names, manifests and logs; nothing is hashed unless requested.
 ``plan_pruning`` decides which checkpoints of a run to keep; the others are deleted while nothing
 trains (``untrained``). Their files may be hard links to the same data, which counts once.
 
-Runs with URLs are listed by a plugin that reaches their stores (``checkpoint.stores``).
+Runs with URLs are listed by a plugin that reaches their stores (``checkpoint.remote``).
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ from ..disk.folder import ADAPTER
 from ..disk.manifest import Manifest, check_consistent, dump, parse
 from ..disk.tensorfile import open_path, plan_save, ranges_of
 from ..disk.tensorfile import parse as parse_header
+from ..remote import StoredSave, stores
 from ..state.roles import MODEL
-from ..stores import StoredSave, stores
 from ._writing import Content, Job, Saved, drop_replaced, manifest_of, write, write_files
 
 ALIVE = ".uploading"  # a file whose time shows that a process works

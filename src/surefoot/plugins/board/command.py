@@ -269,7 +269,7 @@ def stop(place: str, *, no_wait: bool) -> None:
     resumes. If a launcher restarts whatever ends with an error, end its job there instead.
     """
     if is_address(place):
-        from ...checkpoint.stores import stores
+        from ...checkpoint.remote import stores
 
         for line in stores().stop(_address(place), wait=not no_wait):
             click.echo(visible(line), err=True)

@@ -47,8 +47,8 @@ _PAUSE, _LONGEST = 0.2, 2.0  # seconds between two looks
 _LAST_CHANCE = 120.0  # seconds without a report, when those that train are dead
 _LEAST = 60.0  # the same, when they live; also the time that this rank's own upload took, fourfold
 _SLOWER = 4.0
-_HEAD = 4 << 10  # bytes that are asked for first of a file
-_RANGE = 16 << 20  # bytes asked for at a time
+_HEAD = 4 << 10  # bytes of a file that are read first
+_RANGE = 16 << 20  # bytes that are read at a time
 _READERS = 8
 
 
@@ -59,8 +59,8 @@ def _uploader(url: str, folder: str, launch: int, seconds: float) -> Uploader:
 
 
 @dataclass
-class StoredSave:
-    """See ``checkpoint.stores.StoredSave``."""
+class RankUpload:
+    """See ``checkpoint.remote.StoredSave``."""
 
     store: Store
     name: str  # of the checkpoint's folder
@@ -72,7 +72,7 @@ class StoredSave:
     _began: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def of(cls, apart: Apart, part: RankPart, is_orphan: Callable[[], bool]) -> StoredSave:
+    def of(cls, apart: Apart, part: RankPart, is_orphan: Callable[[], bool]) -> RankUpload:
         """That of one rank."""
         uploader = _uploader(apart.url, apart.folder, apart.launch, apart.seconds)
         name, run_files = name_of((part.step, apart.launch)), None if part.rank else uploader
@@ -121,7 +121,7 @@ class StoredSave:
         patience = max(_LEAST, self.seconds, _SLOWER * (time.monotonic() - self._began))
         known, since, pause = set[int](), time.monotonic(), _PAUSE
         while len(known) < self.part.world_size:
-            found = {rank for rank, end in self._told() if end == "json"}
+            found = {rank for rank, end in self._reported() if end == "json"}
             if found > known:
                 known, since, pause = found, time.monotonic(), _PAUSE
                 continue
@@ -136,7 +136,7 @@ class StoredSave:
             pause = min(1.5 * pause, _LONGEST)
         return self._read_reports(self.part.nonce, self.part.world_size)
 
-    def _told(self) -> Iterator[tuple[int, str]]:
+    def _reported(self) -> Iterator[tuple[int, str]]:
         """The ranks that have reported about this attempt, and how. Raises if one has failed."""
         for rank, nonce, end in _reports(self.store, self.name):
             if nonce != self.part.nonce:
@@ -178,7 +178,7 @@ class StoredSave:
         since, pause = time.monotonic(), _PAUSE
         while not self._is_committed():
             try:
-                list(self._told())
+                list(self._reported())
             except CheckpointError as error:
                 logger.debug("%s was not committed: %s", self.name, error)
                 return False
@@ -223,7 +223,7 @@ def roll_forward(store: Store, stored: Stored, listed: Mapping[str, int]) -> boo
             by_nonce.setdefault(nonce, set()).add(rank)
     for nonce, ranks in by_nonce.items():
         part = RankPart(step=stored[0], rank=0, world_size=len(ranks), nonce=nonce)
-        save = StoredSave(store, name, stored[1], part)
+        save = RankUpload(store, name, stored[1], part)
         if 0 not in ranks:
             continue
         first = parse(save._read_reports(nonce, 1)[0], f"{name}: report of rank 0", is_part=True)
@@ -379,8 +379,7 @@ def _stored_box(piece: Piece, file: TensorFile) -> Box:
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The ranges of bytes in order, adjacent ones as one, none longer than is asked for at a
-    time."""
+    """The ranges of bytes in order, adjacent ones as one, none longer than ``_RANGE``."""
     joined: list[list[int]] = []
     for start, stop in sorted(ranges):
         if joined and joined[-1][1] == start:

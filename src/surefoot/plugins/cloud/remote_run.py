@@ -27,7 +27,7 @@ from ...errors import CheckpointError, RunError
 from ...recipe.files import RUN_RECIPE
 from ...storage import files
 from ...storage.remote import Address, default_cache
-from .apart import PieceReader, StoredSave, outline, roll_forward
+from .apart import PieceReader, RankUpload, outline, roll_forward
 from .checkpoints import (
     MAX_RUN_FILE,
     RUN_ID,
@@ -372,9 +372,9 @@ class ObjectStores:
             raise CheckpointError(f"{checkpoint}: expected the URL of a checkpoint, …/checkpoint-N")
         return verify(Store(checkpoint.parent, seconds=60), checkpoint.name, full=full)
 
-    def save_of(self, apart: Apart, part: RankPart, is_orphan: Callable[[], bool]) -> StoredSave:
+    def save_of(self, apart: Apart, part: RankPart, is_orphan: Callable[[], bool]) -> RankUpload:
         """One rank's part of a save."""
-        return StoredSave.of(apart, part, is_orphan)
+        return RankUpload.of(apart, part, is_orphan)
 
     def outline(self, apart: Apart, step: int, folder: Path) -> None:
         """The small files of a checkpoint."""

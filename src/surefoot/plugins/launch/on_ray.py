@@ -34,7 +34,7 @@ from ray.train import (
 from ray.train.collective import broadcast_from_rank_zero
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from ...checkpoint.stores import stores
+from ...checkpoint.remote import stores
 from ...errors import (
     SKIPPED_STEPS,
     LostPeerError,
