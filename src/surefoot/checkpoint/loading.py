@@ -20,12 +20,11 @@ from ..storage.memory import only_new_collected
 from ..storage.parallel_work import in_parallel
 from .disk._bytes import DTYPES, fill, new_tensor, read_box
 from .disk.folder import CheckpointFolder, open_checkpoint
-from .disk.manifest import Piece
+from .disk.manifest import Piece, Pieces
 from .disk.tensorfile import TensorFile
 from .state.roles import STATE, FileRole, ShardedState, Stateful
 from .state.states import LocalBox, UnshardedState, adopted, join, local_box_of, pointers, split
 
-Pieces = tuple[Piece, ...]  # of one tensor
 _SHOWN = 3  # names in a message; the counts tell the rest
 _READERS = min(4, usable_cores())  # one core copies slower than the memory can
 
@@ -142,7 +141,7 @@ def _check_shapes(
     current: Mapping[str, torch.Tensor],
     pieces: Mapping[str, Pieces],
 ) -> None:
-    shapes = {name: parts[0].shape for name, parts in pieces.items()}
+    shapes = {name: parts.shape for name, parts in pieces.items()}
     here = {n: t for n, t in current.items() if not t.is_meta}  # others check what they have
     odd = [n for n, shape in shapes.items() if n in here and tuple(here[n].shape) != shape]
     if odd:
@@ -158,27 +157,35 @@ def _read(
     checkpoint: CheckpointFolder, jobs: Sequence[_Job], *, is_verified: bool
 ) -> list[dict[str, torch.Tensor]]:
     """Open and check every file that is needed, then fill the tensors, several at a time."""
-    names = sorted({p.file for job in jobs for pieces in job.to_read.values() for p in pieces})
+    wanted = [
+        (number, piece, name)
+        for number, job in enumerate(jobs)
+        for name, pieces in job.to_read.items()
+        for piece in pieces.near(_local(job, name, pieces))
+    ]
+    wanted.sort(key=lambda part: part[1].num_bytes, reverse=True)  # so that all end together
+    names = sorted({piece.file for _, piece, _ in wanted})
     with ExitStack() as stack:
         opened = {name: stack.enter_context(checkpoint.tensors(name)) for name in names}
         targets = [_targets(job.current, job.pieces) for job in jobs]
 
-        def read(part: tuple[_Job, Piece, str, torch.Tensor]) -> None:
-            job, piece, name, tensor = part
-            into = local_box_of(name, tensor, job.state.cuts_of(name))
+        def read(part: tuple[int, Piece, str]) -> None:
+            number, piece, name = part
+            into = local_box_of(name, targets[number][name], jobs[number].state.cuts_of(name))
             is_checked = _read_piece(checkpoint, piece, opened[piece.file], into)
             if not (is_checked or is_verified):
-                checkpoint.check_stored(opened[piece.file], piece)
+                checkpoint.check_stored(opened[piece.file], piece, piece.box & into.box)
 
-        parts = [
-            (job, piece, name, into[name])
-            for job, into in zip(jobs, targets, strict=True)
-            for name, pieces in job.to_read.items()
-            for piece in pieces
-        ]
-        parts.sort(key=lambda part: part[1].num_bytes, reverse=True)  # so that all end together
-        in_parallel(read, parts, _READERS)
+        in_parallel(read, wanted, _READERS)
     return targets
+
+
+def _local(job: _Job, name: str, pieces: Pieces) -> Box:
+    """What this rank reads of a tensor."""
+    tensor = job.current.get(name)
+    if isinstance(tensor, DTensor) and tuple(tensor.shape) == pieces.shape:
+        return local_box_of(name, tensor, job.state.cuts_of(name)).box
+    return Box.whole(pieces.shape)
 
 
 def _read_piece(
@@ -211,18 +218,19 @@ def _targets(
 ) -> dict[str, torch.Tensor]:
     """The destination of each tensor: the state's own tensor if it fits, otherwise a new one."""
     targets = {}
-    for name, (piece, *_) in pieces.items():
+    for name, stored in pieces.items():
         tensor = current.get(name)
-        if isinstance(tensor, DTensor) and tensor.dtype != DTYPES[piece.dtype]:
-            tensor = torch.empty_like(tensor, dtype=DTYPES[piece.dtype])  # cut as it is, not whole
-        targets[name] = tensor if tensor is not None and _fits(tensor, piece) else new_tensor(piece)
+        if isinstance(tensor, DTensor) and tensor.dtype != DTYPES[stored.dtype]:
+            tensor = torch.empty_like(tensor, dtype=DTYPES[stored.dtype])  # cut as it is, not whole
+        fits = tensor is not None and _fits(tensor, stored)
+        targets[name] = tensor if tensor is not None and fits else new_tensor(stored)
     return targets
 
 
-def _fits(tensor: torch.Tensor, piece: Piece) -> bool:
+def _fits(tensor: torch.Tensor, stored: Pieces) -> bool:
     if tensor.is_meta:
         return True
-    if tuple(tensor.shape) != piece.shape or tensor.dtype != DTYPES[piece.dtype]:
+    if tuple(tensor.shape) != stored.shape or tensor.dtype != DTYPES[stored.dtype]:
         return False
     if isinstance(tensor, DTensor):
         return True

@@ -156,6 +156,8 @@ def problems_in(
     try:
         if not is_safetensors(name):
             checkpoint.small(name)
+            if (rank := checkpoint.manifest.hash_lists.get(name)) is not None:
+                checkpoint.manifest.written_by(rank)
             return
         with files.raising(CheckpointError), checkpoint.tensors(name) as file:
             for piece in checkpoint.manifest.pieces_of_file.get(name, ()) if full else ():

@@ -17,7 +17,7 @@ from ...parallel.progress import wait_for_ranks
 from ...parallel.sharding import Box
 from ...storage import files
 from ...storage.parallel_work import ByteStream
-from .manifest import Piece
+from .manifest import Pieces
 from .tensorfile import FilePlan, TensorEntry, TensorFile, ranges_of
 
 DTYPES = {
@@ -123,7 +123,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return wait_for_ranks(tensor.detach().resolve_conj().resolve_neg().cpu).contiguous()
 
 
-def new_tensor(stored: TensorEntry | Piece) -> torch.Tensor:
+def new_tensor(stored: TensorEntry | Pieces) -> torch.Tensor:
     """A tensor to read ``stored`` into; a ``CheckpointError`` if there is no memory for it."""
     try:
         return torch.empty(stored.shape, dtype=DTYPES[stored.dtype])

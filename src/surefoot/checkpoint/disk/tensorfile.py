@@ -90,6 +90,22 @@ class TensorFile:
                 self._file.read_into(offset + at, buffer[:count], digest)
         return digest.hexdigest()
 
+    def hash_blocks(self, key: str, box: Box, size: int) -> Iterator[tuple[int, str]]:
+        """The number and the hash of each block of ``size`` bytes of a tensor that has bytes of
+        ``box``."""
+        entry = self.entry(key)
+        numbers = {
+            number
+            for offset, length in ranges_of(entry, box)
+            for number in range(
+                (offset - entry.offset) // size, -(-(offset - entry.offset + length) // size)
+            )
+        }
+        for number in sorted(numbers):
+            first = number * size
+            length = min(size, entry.num_bytes - first)
+            yield number, files.digest(self._file.read(entry.offset + first, length))
+
 
 def open_path(path: Path) -> TensorFile:
     """Open a file by its path, links followed: the hub's cache consists of links."""
