@@ -146,6 +146,7 @@ def build_saver(
             world.axes,
             world.gathered,
             world.from_main,
+            world.of_stages,
         ),
         listeners=listeners,
         beside=(METRICS, LAUNCHES, TENSORBOARD, STEPS, ROWS),

@@ -107,6 +107,20 @@ def write_tensor(
     return digest.hexdigest()
 
 
+def block_hashes(tensor: torch.Tensor, size: int) -> list[str]:
+    """The hash of each ``size`` bytes of the tensor's values in row-major order."""
+    digests, room = list[files.Hash](), 0
+    for part in _dense_parts(tensor.detach()):
+        data = raw(part)
+        while len(data):
+            if not room:
+                digests.append(files.Hash())
+                room = size
+            digests[-1].update(data[:room])
+            data, room = data[room:], max(0, room - len(data))
+    return [digest.hexdigest() for digest in digests]
+
+
 def _dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensor as contiguous CPU tensors in row-major order; copied block by block if needed."""
     is_plain = tensor.device.type == "cpu" and tensor.is_contiguous()

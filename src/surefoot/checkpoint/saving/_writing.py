@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from ...errors import CheckpointError, explain
 from ...parallel.sharding import Box
@@ -38,6 +38,7 @@ from ..disk.manifest import (
 )
 from ..disk.retention import pinned
 from ..disk.tensorfile import FilePlan, explained
+from ._hash_list import grid_of, write_hash_list
 from ._joint import Meeting, Report, SharedFolder
 
 MOST_ATTEMPTS = 2  # to write a job of which a process was killed, or one that several write
@@ -84,6 +85,7 @@ class Job:
     makes_root: bool = True  # False if ``root`` must exist: a run is never divided
     most_sharing: int = 8  # checkpoints that may have one file in common
     name: str | None = None  # of the folder, if it is not checkpoint-{step}
+    grid: Mapping[str, Any] | None = None  # axes and rules, as in a manifest of many ranks
 
     @property
     def is_joint(self) -> bool:
@@ -113,6 +115,7 @@ class Written:
     hashes: dict[str, str] = field(default_factory=dict)
     pieces: list[Piece] = field(default_factory=list)
     num_shared: int = 0
+    num_bytes: int = 0  # of all pieces, also of those in a hash list
 
     @property
     def report(self) -> Report:
@@ -135,6 +138,9 @@ class Content(Protocol):
 
     def hash(self, shard: Shard, name: str) -> str:
         """The hash of one tensor's bytes."""
+
+    def blocks(self, shard: Shard, name: str, size: int) -> Sequence[str]:
+        """The hash of each ``size`` of these bytes."""
 
 
 @dataclass(frozen=True)
@@ -235,6 +241,7 @@ def manifest_of(job: Job, written: Written) -> Manifest:
         layout=job.layout,
         world_size=job.world_size,
         mesh=job.mesh,
+        grid=grid_of(job),
     )
 
 
@@ -273,7 +280,7 @@ def write_own_part(meeting: Meeting, write_files: Callable[[], Written]) -> tupl
             return {"error": explain(error)}
         except CheckpointError as error:
             return {"error": str(error)}
-        num_bytes = sum(piece.num_bytes for piece in written.pieces)
+        num_bytes = written.num_bytes
         return written.report
 
     if meeting.join():
@@ -341,6 +348,9 @@ def write_files(
         files.write_new(path, data)
         written.files[name] = len(data)
         written.hashes[name] = files.digest(data)
+    written.num_bytes = sum(piece.num_bytes for piece in written.pieces)
+    if (grid := grid_of(job)) is not None:
+        write_hash_list(job, grid, written, content, folder)
     return written
 
 

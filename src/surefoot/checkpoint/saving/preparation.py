@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
@@ -23,8 +23,9 @@ from ...errors import CheckpointError
 from ...parallel.sharding import Box
 from ...storage import files
 from ..disk import strict_json
-from ..disk._bytes import describe, write_box, write_file, write_tensor
+from ..disk._bytes import block_hashes, describe, write_box, write_file, write_tensor
 from ..disk.commit import new_nonce
+from ..disk.grid import RANK_FOLDER, Grid
 from ..disk.manifest import MANIFEST, MAX_SMALL, STATE, Kind, Layout, is_plain_name
 from ..disk.tensorfile import FilePlan, num_bytes, plan_save
 from ..disk.tensorfile import Tensors as Described
@@ -32,10 +33,10 @@ from ..state.roles import MODEL, OPTIMIZER, FileRole, ShardedState, Stateful, tr
 from ..state.roles import STATE as STATE_ROLE
 from ..state.states import LocalBox, adopted, local_box_of, split
 from ._balancing import Holding, LocalTensor, shared_out
+from ._grid_plan import AllCuts, are_alike, merged, split_rules, uses_grid
 from ._writing import Job, Shard, WriteShare, write
 
 LIBRARIES = ("surefoot", "torch", "transformers", "peft", "safetensors")
-RANK_FOLDER = "rank_{:05d}"  # of layout distributed
 WORTH_SHARING = 0.1  # of the weights' bytes
 
 
@@ -54,6 +55,7 @@ class SavePlan:
     tensors: Mapping[str, Described]  # by role: the type and whole shape of each, of all processes
     mine: Mapping[str, Mapping[str, Box]]  # by role and name: what this process writes
     optimizers: Mapping[str, Mapping[str, Any]]  # by role: states without tensors, of all processes
+    grid: Grid | None = None  # by which ``mine`` follows, apart from tensors without a rule
 
 
 @dataclass(frozen=True)
@@ -66,19 +68,27 @@ class WriterGroup:
     mesh: Mapping[str, int] = field(default_factory=dict)
     exchange: Exchange = lambda value: [value]
     from_first: Broadcast = lambda value: value  # waits for rank 0 as long as a save takes
+    of_stages: Exchange = lambda value: [value]  # the same of one rank of each pipeline stage
     _plans: dict[tuple[str, ...], SavePlan] = field(
         default_factory=dict, repr=False, compare=False
     )  # the last one, by the digests of what each rank has
 
     def agree(
-        self, holding: Holding, optimizers: Mapping[str, Mapping[str, Any]], parent: str | None
+        self,
+        holding: Holding,
+        optimizers: Mapping[str, Mapping[str, Any]],
+        parent: str | None,
+        cuts: AllCuts,
     ) -> tuple[str, str | None, SavePlan]:
         """Exchange which boxes each rank has; a collective call. Raises on every rank if these do
         not fit together.
 
-        ``optimizers`` are states without tensors, in a pipeline of some parameters only. Returns
-        rank 0's nonce of the temporary folder, its ``parent``, and the plan.
+        ``optimizers`` are states without tensors, in a pipeline of some parameters only. ``cuts``
+        are of the tensors that may have a rule. Returns rank 0's nonce of the temporary folder, its
+        ``parent``, and the plan.
         """
+        if uses_grid(self):
+            return self._agree_on_rules(holding, optimizers, parent, cuts)
         own_state = holding, optimizers
         answers = self.exchange((files.digest(repr(own_state).encode()), new_nonce(), parent))
         digests = tuple(own_digest for own_digest, _, _ in answers)
@@ -88,6 +98,30 @@ class WriterGroup:
             self._plans[digests] = plan
         _, nonce, parent = answers[0]
         return nonce, parent, self._plans[digests]
+
+    def _agree_on_rules(
+        self,
+        holding: Holding,
+        optimizers: Mapping[str, Mapping[str, Any]],
+        parent: str | None,
+        cuts: AllCuts,
+    ) -> tuple[str, str | None, SavePlan]:
+        """The same by digests of rules. What has no rule is exchanged, if any rank has such."""
+        rules, rest = split_rules(holding, cuts, self.mesh, self.rank)
+        own, nothing = (files.digest(repr(part).encode()) for part in (rest, {}))
+        answers = self.exchange((files.digest(repr(rules).encode()), own, new_nonce(), parent))
+        _, _, nonce, parent = answers[0]
+        if not are_alike([of_rules for of_rules, *_ in answers], self.mesh):
+            return nonce, parent, _plan(self.exchange((holding, optimizers)), self.rank)
+        digests = tuple(f"{of_rules}{of_rest}" for of_rules, of_rest, *_ in answers)
+        if digests not in self._plans:
+            grid = merged(self.of_stages(rules), self.mesh)
+            has_rest = any(of_rest != nothing for _, of_rest, *_ in answers)
+            of_ranks = self.exchange((rest, {})) if has_rest else [({}, {})] * self.size
+            self._plans.clear()
+            self._plans[digests] = _with_grid(_plan(of_ranks, self.rank), grid, self.rank)
+        states = _merged_states(self.of_stages(optimizers))
+        return nonce, parent, _with_own(self._plans[digests], holding, states)
 
 
 ALONE = WriterGroup()
@@ -148,14 +182,16 @@ def prepare(
     tensors: Mapping[str, Described]
     tensors = {role: _described(role, local_boxes) for role, local_boxes in parts.items()}
     nonce: str | None = None
+    grid: Grid | None = None
     if writers.size == 1:
         _refuse_incomplete(parts)
     else:
         sharded = {role: skeleton[role] for role in groups if role in skeleton}
+        cuts = {role: {n: p.cuts for n, p in parts[role].items()} for role in _boxed(parts, kind)}
         nonce, parent, plan = writers.agree(
-            _local_tensors(parts, tensors, writers), sharded, parent
+            _local_tensors(parts, tensors, writers), sharded, parent, cuts
         )
-        tensors = plan.tensors
+        tensors, grid = plan.tensors, plan.grid
         parts = {role: _narrowed(boxes, plan.mine.get(role, {})) for role, boxes in parts.items()}
         skeleton |= plan.optimizers
     shards = _shards(parts, tensors, kind, max_shard_size, writers)
@@ -178,9 +214,15 @@ def prepare(
         world_size=writers.size,
         mesh=writers.mesh,
         nonce=nonce,
+        grid=None if grid is None else grid.dump(),
     )
     values = {role: {n: p.values for n, p in boxes.items()} for role, boxes in parts.items()}
     return job, LiveTensors(values)
+
+
+def _boxed(roles: Iterable[str], kind: Kind) -> list[str]:
+    """The roles whose tensors are in the folders of ranks, in layout distributed."""
+    return [role for role in roles if not FileRole(role, kind).is_adapter]
 
 
 def _parts(role: str, tensors: Tensors, state: ShardedState | None) -> dict[str, LocalBox]:
@@ -247,6 +289,10 @@ class LiveTensors:
     def hash(self, shard: Shard, name: str) -> str:
         """The hash of one tensor's bytes."""
         return write_tensor(None, self.groups[shard.role][name])
+
+    def blocks(self, shard: Shard, name: str, size: int) -> list[str]:
+        """The hash of each ``size`` of these bytes."""
+        return block_hashes(self.groups[shard.role][name], size)
 
 
 def now() -> str:
@@ -391,12 +437,45 @@ def _checked(companions: Mapping[str, bytes], taken: Collection[str]) -> Mapping
 def _plan(states_of_ranks: list[tuple[Holding, Mapping[str, Any]]], rank: int) -> SavePlan:
     mine = shared_out([tensors for tensors, _ in states_of_ranks])[rank]
     whole: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
-    optimizers: dict[str, dict[str, Any]] = {}
-    for tensors, states in states_of_ranks:
+    for tensors, _ in states_of_ranks:
         for role, local_tensors in tensors.items():
             for name, tensor in local_tensors.items():
                 whole.setdefault(role, {}).setdefault(name, (tensor.dtype, tensor.shape))
+    return SavePlan(whole, mine, _merged_states([states for _, states in states_of_ranks]))
+
+
+def _merged_states(of_ranks: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    optimizers: dict[str, dict[str, Any]] = {}
+    for states in of_ranks:
         for role, state in states.items():
-            merged = optimizers.setdefault(role, {})
-            merged |= {name: slots for name, slots in state.items() if name not in merged}
-    return SavePlan(whole, mine, optimizers)
+            known = optimizers.setdefault(role, {})
+            known |= {name: slots for name, slots in state.items() if name not in known}
+    return optimizers
+
+
+def _with_grid(plan: SavePlan, grid: Grid, rank: int) -> SavePlan:
+    """``plan`` with the tensors of ``grid``."""
+    tensors = {role: dict(described) for role, described in plan.tensors.items()}
+    mine = {role: dict(boxes) for role, boxes in plan.mine.items()}
+    for rule in grid.rules:
+        role, _, name = rule.tensor.partition("/")
+        tensors.setdefault(role, {})[name] = rule.dtype, rule.shape
+    for full_name, box in grid.boxes_of(rank).items():
+        role, _, name = full_name.partition("/")
+        mine.setdefault(role, {})[name] = box
+    return replace(plan, tensors=tensors, mine=mine, grid=grid if grid.rules else None)
+
+
+def _with_own(
+    plan: SavePlan, holding: Holding, optimizers: Mapping[str, Mapping[str, Any]]
+) -> SavePlan:
+    """``plan`` with these states, and with the tensors that rank 0 alone saves."""
+    own = {role: local for role, local in holding.items() if FileRole(role).is_of_rank_0}
+    described = {r: {n: (t.dtype, t.shape) for n, t in local.items()} for r, local in own.items()}
+    mine = {role: {n: t.box for n, t in local.items()} for role, local in own.items()}
+    return replace(
+        plan,
+        tensors={**plan.tensors, **described},
+        mine={**plan.mine, **mine},
+        optimizers=optimizers,
+    )

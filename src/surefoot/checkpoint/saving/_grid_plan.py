@@ -1,0 +1,93 @@
+"""The plan of a save of many ranks: each computes the rules of what it has, and all agree on a
+digest of them. No box of a tensor with a rule is exchanged: it follows from the rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING
+
+from ...errors import CheckpointError
+from ...parallel.sharding import AxisShard, Box, Cuts, FusedSlice, local_offset_and_shape
+from ..disk.grid import STAGES, Grid, ShardingRule, place_of
+from ..state.roles import FileRole
+from ._balancing import Holding, LocalTensor
+
+if TYPE_CHECKING:
+    from .preparation import WriterGroup
+
+MOST_WITH_PIECES = 64  # ranks whose pieces are all exchanged, and listed in the manifest
+
+AllCuts = Mapping[str, Mapping[str, Cuts | None]]  # role -> name -> how a tensor is sharded
+
+
+def uses_grid(writers: WriterGroup) -> bool:
+    """Whether ``writers`` save with rules: format 1.1 instead of 1.0."""
+    is_many = writers.layout == "distributed" and writers.size > MOST_WITH_PIECES
+    return is_many and prod(writers.mesh.values()) == writers.size
+
+
+def split_rules(
+    holding: Holding, cuts: AllCuts, axes: Mapping[str, int], rank: int
+) -> tuple[list[ShardingRule], dict[str, dict[str, LocalTensor]]]:
+    """The rules of the tensors that ``rank`` has, and the tensors without a rule.
+
+    A tensor has a rule if its box here is what its ``cuts`` say. Of the ranks that have copies of a
+    box, each writes an equal part, cut along the first dimension.
+    """
+    place = place_of(rank, axes)
+    rules, rest = [], dict[str, dict[str, LocalTensor]]()
+    kinds: dict[tuple[tuple[int, ...], tuple[AxisShard, ...]], Box] = {}
+    for role, tensors in holding.items():
+        if FileRole(role).is_of_rank_0:
+            continue
+        for name, tensor in tensors.items():
+            own = cuts.get(role, {}).get(name)
+            if own is None or isinstance(own, FusedSlice) or not _fits(own, axes):
+                rest.setdefault(role, {})[name] = tensor
+                continue
+            kind = tensor.shape, own
+            if kind not in kinds:
+                kinds[kind] = Box(*local_offset_and_shape(*kind, axes, place))
+            if kinds[kind] != tensor.box:
+                rest.setdefault(role, {})[name] = tensor
+                continue
+            written = _with_copies(own, axes) if prod(tensor.shape) and tensor.shape else ()
+            full_name, stage = f"{role}/{name}", place.get(STAGES, 0)
+            rules.append(ShardingRule(full_name, tensor.dtype, tensor.shape, written, stage))
+    return rules, rest
+
+
+def _fits(cuts: tuple[AxisShard, ...], axes: Mapping[str, int]) -> bool:
+    names = [cut.axis for cut in cuts]
+    return len({*names}) == len(names) and axes.keys() >= {*names} and STAGES not in names
+
+
+def _with_copies(cuts: tuple[AxisShard, ...], axes: Mapping[str, int]) -> tuple[AxisShard, ...]:
+    others = axes.keys() - {cut.axis for cut in cuts} - {STAGES}
+    every = (*cuts, *(AxisShard(axis, 0) for axis in axes if axis in others))
+    return tuple(cut for cut in every if axes[cut.axis] > 1)
+
+
+def are_alike(digests: Sequence[str], axes: Mapping[str, int]) -> bool:
+    """Whether all ranks of a stage have the same rules, given the digest of each rank's."""
+    of_stages: dict[int, set[str]] = {}
+    for rank, digest in enumerate(digests):
+        of_stages.setdefault(place_of(rank, axes).get(STAGES, 0), set()).add(digest)
+    return all(len(different) == 1 for different in of_stages.values())
+
+
+def merged(rules_of_stages: Sequence[Sequence[ShardingRule]], axes: Mapping[str, int]) -> Grid:
+    """The grid of all stages. A tensor that several have is written by the first of them. Raises
+    ``CheckpointError`` if they have different ones."""
+    first: dict[str, ShardingRule] = {}
+    for rules in rules_of_stages:
+        for rule in rules:
+            known = first.setdefault(rule.tensor, rule)
+            if (known.dtype, known.shape) != (rule.dtype, rule.shape):
+                raise CheckpointError(
+                    f"{rule.tensor}: ranks have different tensors of that name, {known.dtype} "
+                    f"{list(known.shape)} and {rule.dtype} {list(rule.shape)}"
+                )
+    return Grid(axes, [*first.values()])
