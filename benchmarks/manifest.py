@@ -25,12 +25,10 @@ from statistics import median
 import measure
 import torch
 
+from surefoot.checkpoint.disk import strict_json
 from surefoot.checkpoint.disk.grid import (
     HASH_LIST,
     RANK_FOLDER,
-    Listed,
-    check_list,
-    dump_list,
     num_blocks,
     parse_grid,
 )
@@ -41,7 +39,7 @@ from surefoot.checkpoint.saving._balancing import Holding, LocalTensor, shared_o
 from surefoot.checkpoint.saving._writing import Shard, Written
 from surefoot.checkpoint.saving.preparation import SavePlan, WriterGroup, _shards
 from surefoot.checkpoint.state.states import LocalBox
-from surefoot.parallel.sharding import AxisShard, Box, Cuts, local_offset_and_shape
+from surefoot.parallel.sharding import AxisShard, Box, local_offset_and_shape
 from surefoot.storage.files import digest
 
 LAYERS, HIDDEN, INNER, KEYS, VOCABULARY = 126, 16_384, 53_248, 1024, 128_256
@@ -84,34 +82,30 @@ class Rank:
     number: int
     mesh: Mapping[str, int]
 
-    def tensors(self) -> tuple[dict[str, dict[str, LocalTensor]], dict[str, dict[str, Cuts]]]:
-        """By role and name: its boxes, and their sharding."""
+    def tensors(self) -> dict[str, dict[str, LocalTensor]]:
+        """Its boxes by role and name, and their sharding."""
         place = _grid_plan.place_of(self.number, self.mesh)
         holding: dict[str, dict[str, LocalTensor]] = {"model": {}, "optimizer": {}}
-        cuts: dict[str, dict[str, Cuts]] = {"model": {}, "optimizer": {}}
         for name, shape, dim, layer in shapes():
             if layer * self.mesh.get("pp", 1) // LAYERS != place.get("pp", 0):
                 continue
             tp = [] if dim is None or "tp" not in self.mesh else [AxisShard("tp", dim)]
-            own = (*tp, AxisShard("dp_shard", 0))
-            box = Box(*local_offset_and_shape(shape, own, self.mesh, place))
-            holding["model"][name], cuts["model"][name] = LocalTensor("BF16", shape, box), own
-            for slot in (f"{name}.exp_avg", f"{name}.exp_avg_sq"):
-                holding["optimizer"][slot] = LocalTensor("F32", shape, box)
-                cuts["optimizer"][slot] = own
-        return holding, cuts
+            cuts = (*tp, AxisShard("dp_shard", 0))
+            box = Box(*local_offset_and_shape(shape, cuts, self.mesh, place))
+            holding["model"][name] = LocalTensor("BF16", shape, box, cuts)
+            for slot in ("exp_avg", "exp_avg_sq"):
+                holding["optimizer"][f"{name}.{slot}"] = LocalTensor("F32", shape, box, cuts)
+        return holding
 
 
-def planned(
-    group: WriterGroup, holding: Holding, cuts: Mapping[str, Mapping[str, Cuts]]
-) -> tuple[SavePlan, list[Shard]]:
+def planned(group: WriterGroup, holding: Holding) -> tuple[SavePlan, list[Shard]]:
     """The plan of a save, and this rank's files of it."""
     one = torch.empty(())  # in place of every element
     parts = {
         role: {n: LocalBox(one.expand(t.box.shape), t.shape, t.box) for n, t in of.items()}
         for role, of in holding.items()
     }
-    _, _, plan = group.agree(holding, {}, None, cuts)
+    _, _, plan = group.agree(holding, {}, None)
     own = {
         role: {n: parts[role][n].narrowed(box) for n, box in plan.mine.get(role, {}).items()}
         for role in parts
@@ -124,21 +118,20 @@ def group_of(rank: Rank) -> WriterGroup:
     size, stages = prod(rank.mesh.values()), rank.mesh.get("pp", 1)
     group = WriterGroup("distributed", rank.number, size, rank.mesh)
     if not _grid_plan.uses_grid(group):
-        holdings = [pickle.dumps((Rank(r, rank.mesh).tensors()[0], {})) for r in range(size)]
+        holdings = [pickle.dumps((Rank(r, rank.mesh).tensors(), {})) for r in range(size)]
         answers = [pickle.dumps((digest(each), "nonce", None)) for each in holdings]
         waiting = [holdings, answers]
         return replace(group, exchange=lambda _: [pickle.loads(each) for each in waiting.pop()])
     firsts = [Rank(stage * (size // stages), rank.mesh) for stage in range(stages)]
-    rules = [_grid_plan.split_rules(*r.tensors(), r.mesh, r.number)[0] for r in firsts]
+    rules = [_grid_plan.split_rules(r.tensors(), r.mesh, r.number)[0] for r in firsts]
     digests, rest = [digest(repr(each).encode()) for each in rules], digest(repr({}).encode())
     stage_of = [_grid_plan.place_of(r, rank.mesh).get("pp", 0) for r in range(size)]
     answers = [pickle.dumps((digests[stage], rest, "nonce", None)) for stage in stage_of]
-    of_stages = [pickle.dumps(each) for each in rules], [pickle.dumps({})] * stages
-    waiting = [*reversed(of_stages)]
+    of_stages = [pickle.dumps((each, {})) for each in rules]
     return replace(
         group,
         exchange=lambda _: [pickle.loads(answer) for answer in answers],
-        of_stages=lambda _: [pickle.loads(each) for each in waiting.pop()],
+        of_stages=lambda _: [pickle.loads(each) for each in of_stages],
     )
 
 
@@ -162,18 +155,18 @@ def written_by(plan: SavePlan, shards: list[Shard], rank: int, own: int) -> Writ
                 for key, entry in shard.plan.header.entries.items()
             ]
     if plan.grid is not None:
-        data, name = dump_list(_listed(plan, own)), HASH_LIST.format(rank)
+        data, name = strict_json.dump(_listed(plan, own), indent=0), HASH_LIST.format(rank)
         written.files[name], written.hashes[name] = len(data), digest(data)
     return written
 
 
-def _listed(plan: SavePlan, rank: int) -> dict[str, Listed]:
+def _listed(plan: SavePlan, rank: int) -> dict[str, dict[str, list[str]]]:
     rules = plan.grid.rule_of if plan.grid else {}
-    return {
-        tensor: Listed(box, "model.safetensors", HASH, (HASH,) * num_blocks(size))
+    hashes = {
+        tensor: [HASH] * (1 + num_blocks(num_bytes(rules[tensor].dtype, box.shape)))
         for tensor, box in (plan.grid.boxes_of(rank) if plan.grid else {}).items()
-        for size in [num_bytes(rules[tensor].dtype, box.shape)]
     }
+    return {"model.safetensors": hashes}
 
 
 def _sent(plan: SavePlan) -> dict[str, object]:
@@ -184,12 +177,12 @@ def _sent(plan: SavePlan) -> dict[str, object]:
 def measured(mesh: Mapping[str, int], number: int) -> dict[str, float]:
     """CPU seconds, bytes and counts of one rank."""
     size, rank = prod(mesh.values()), Rank(number, mesh)
-    holding, cuts = rank.tensors()
+    holding = rank.tensors()
     group = group_of(rank)
     start = time.process_time()
-    plan, shards = planned(group, holding, cuts)
+    plan, shards = planned(group, holding)
     if plan.grid is not None:  # of what the writer process is sent
-        check_list(_listed(plan, number), parse_grid(_sent(plan), mesh, "it"), number, "it")
+        parse_grid(_sent(plan), mesh, "it").boxes_of(number)
     own = written_by(plan, shards, number, number)
     found = {"plan": time.process_time() - start}
     found["list"] = own.files.get(HASH_LIST.format(number), 0)
@@ -239,7 +232,7 @@ def _reports(
 
 
 def _boxes_of_all(size: int, mesh: Mapping[str, int]) -> list[dict[str, dict[str, Box]]]:
-    return shared_out([Rank(rank, mesh).tensors()[0] for rank in range(size)])
+    return shared_out([Rank(rank, mesh).tensors() for rank in range(size)])
 
 
 def _renamed(name: str, rank: int) -> str:

@@ -4,6 +4,7 @@ on any mesh, and a save that is interrupted leaves nothing."""
 import json
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -108,8 +109,8 @@ def test_ranks_that_have_other_rules_save_pieces(few, tmp_path, monkeypatch):
     """As of a tensor that one rank alone has cut otherwise than it says."""
     split = _grid_plan.split_rules
 
-    def other(holding, cuts, axes, rank):
-        rules, rest = split(holding, cuts, axes, rank)
+    def other(holding, axes, rank):
+        rules, rest = split(holding, axes, rank)
         return rules[rank:], rest
 
     monkeypatch.setattr("surefoot.checkpoint.saving.preparation.split_rules", other)
@@ -121,9 +122,12 @@ def test_ranks_that_have_other_rules_save_pieces(few, tmp_path, monkeypatch):
 def test_what_has_no_rule_is_a_piece_beside_the_rules(few, tmp_path, monkeypatch):
     split = _grid_plan.split_rules
 
-    def fewer(holding, cuts, axes, rank):
-        odd = {role: {n: c for n, c in of.items() if "mlp" not in n} for role, of in cuts.items()}
-        return split(holding, odd, axes, rank)
+    def fewer(holding, axes, rank):
+        odd = {
+            role: {n: replace(t, cuts=None) if "mlp" in n else t for n, t in tensors.items()}
+            for role, tensors in holding.items()
+        }
+        return split(odd, axes, rank)
 
     monkeypatch.setattr("surefoot.checkpoint.saving.preparation.split_rules", fewer)
     path, expected, _ = ranks.run(4, lambda w: both(w, tmp_path, QWEN), dp_shard=2, pp=2)[0]
@@ -199,7 +203,7 @@ def test_large_pieces_have_hashes_of_their_blocks(few, tmp_path, in_background):
 
     ranks.run(2, work, dp_replicate=2)
     checkpoint = open_checkpoint(tmp_path / "checkpoint-1")
-    pieces = checkpoint.manifest.tensors("model")["w"]
+    pieces = [*checkpoint.manifest.tensors("model")["w"]]
     assert [len(piece.blocks) for piece in pieces] == [2, 2]
     assert verify(checkpoint.path, full=True).ok
     for piece in pieces:

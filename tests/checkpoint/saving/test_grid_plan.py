@@ -34,7 +34,7 @@ def test_a_rank_sends_a_digest_to_the_others_and_its_rules_along_a_pipeline(mesh
         sent.append(len(pickle.dumps(value)))
         return answered(value)
 
-    benchmark.planned(benchmark.replace(group, exchange=exchange), *rank.tensors())
+    benchmark.planned(benchmark.replace(group, exchange=exchange), rank.tensors())
     assert len(sent) == 1
     assert sent[0] < 200
 

@@ -19,8 +19,8 @@ from ...parallel.sharding import Box
 from ...storage import files
 from . import strict_json, tensorfile
 from .commit import check_step, step_of
-from .grid import BLOCK, HASH_LIST, RANK_FOLDER, parse_list
-from .manifest import MANIFEST, STATE, Manifest, Piece, parse
+from .grid import BLOCK, HASH_LIST
+from .manifest import MANIFEST, STATE, Manifest, Piece, Pieces, parse, parse_list
 from .tensorfile import TensorEntry
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -52,24 +52,9 @@ class CheckpointFolder:
             object.__setattr__(self, "manifest", replace(self.manifest, read_list=read))
 
     def _written_by(self, rank: int) -> dict[str, Piece]:
-        """What a rank of the grid has written, by tensor; a ``CheckpointError`` if its hash list is
-        not what the rules say."""
         grid, name = self.manifest.grid, HASH_LIST.format(rank)
         assert grid is not None
-        listed = parse_list(self.small(name), grid, rank, str(self.path / name))
-        return {
-            tensor: Piece(
-                tensor=tensor,
-                dtype=grid.rule_of[tensor].dtype,
-                shape=grid.rule_of[tensor].shape,
-                box=entry.box,
-                file=f"{RANK_FOLDER.format(rank)}/{entry.file}",
-                key=tensor.partition("/")[2],
-                hash=entry.hash,
-                blocks=entry.blocks,
-            )
-            for tensor, entry in listed.items()
-        }
+        return parse_list(self.small(name), grid, rank, str(self.path / name))
 
     def small(self, name: str) -> bytes:
         """The content of a companion or state file, its length and hash checked."""
@@ -255,12 +240,13 @@ class FolderWeights:
 
 
 def places(
-    checkpoint: CheckpointFolder, tensors: Mapping[str, Sequence[Piece]]
+    checkpoint: CheckpointFolder, tensors: Mapping[str, Pieces]
 ) -> dict[str, TensorLocation]:
     """The positions of the tensors of a Surefoot checkpoint, each file opened once."""
-    names = {piece.file for pieces in tensors.values() for piece in pieces}
+    found = {name: tuple(pieces) for name, pieces in tensors.items()}
+    names = {piece.file for pieces in found.values() for piece in pieces}
     opened = {name: checkpoint.tensors(name) for name in names}
-    return {name: _place(pieces, opened) for name, pieces in tensors.items()}
+    return {name: _place(pieces, opened) for name, pieces in found.items()}
 
 
 def _place(pieces: Sequence[Piece], opened: Mapping[str, tensorfile.TensorFile]) -> TensorLocation:

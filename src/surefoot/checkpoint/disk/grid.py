@@ -10,7 +10,6 @@ the list is in the manifest.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,12 +18,10 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ...parallel.sharding import AxisShard, Box, chunk, local_offset_and_shape
-from . import strict_json
-from .tensorfile import ITEM_SIZES, is_size, num_bytes, sizes
+from .tensorfile import ITEM_SIZES, is_size, sizes
 
 RANK_FOLDER = "rank_{:05d}"  # of layout distributed
 HASH_LIST = f"{RANK_FOLDER}/hashes.json"
-HASH = re.compile(r"[0-9a-f]{32}")
 BLOCK = 16 << 20  # bytes of a piece that have a hash of their own, if the piece is larger
 STAGES = "pp"  # the axis that shards no tensor: each is on one stage
 _MOST_AXES = 8
@@ -200,60 +197,6 @@ def _is_cut(raw: object, axes: Mapping[str, int], shape: tuple[int, ...]) -> boo
     return known and is_size(dim) and dim < len(shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """What a rank has stored of a tensor: its box, where it is, and its hashes."""
-
-    box: Box
-    file: str  # in the folder of the rank
-    hash: str
-    blocks: tuple[str, ...]  # of each ``BLOCK`` bytes, if there are more
-
-
 def num_blocks(size: int) -> int:
     """How many blocks of a piece of so many bytes have hashes of their own."""
     return 0 if size <= BLOCK else -(-size // BLOCK)
-
-
-def dump_list(listed: Mapping[str, Listed]) -> bytes:
-    """The hash list of a rank: file -> tensor -> its hash, and those of its blocks."""
-    by_file: dict[str, dict[str, list[str]]] = {}
-    for tensor, entry in listed.items():
-        by_file.setdefault(entry.file, {})[tensor] = [entry.hash, *entry.blocks]
-    return strict_json.dump(by_file, indent=0)
-
-
-def parse_list(data: bytes, grid: Grid, rank: int, where: str) -> dict[str, Listed]:
-    """The hash list of ``rank`` by tensor; a ``CheckpointError`` if it is not what the rules say
-    that the rank has."""
-    boxes, listed = grid.boxes_of(rank), dict[str, Listed]()
-    for file, hashes in strict_json.parse_object(data, where).items():
-        if not isinstance(hashes, dict):
-            raise CheckpointError(f"{where}: {file[:80]!r} must map tensors to hashes")
-        for tensor, entry in hashes.items():
-            is_list = isinstance(entry, list) and entry
-            if not is_list or not all(isinstance(h, str) and HASH.fullmatch(h) for h in entry):
-                raise CheckpointError(f"{where}: {tensor[:200]!r} has no hashes")
-            if tensor in listed or tensor not in boxes:
-                problem = "is in two files" if tensor in listed else f"is not of rank {rank}"
-                raise CheckpointError(f"{where}: {tensor[:200]!r} {problem}")
-            listed[tensor] = Listed(boxes[tensor], file, entry[0], tuple(entry[1:]))
-    check_list(listed, grid, rank, where)
-    return listed
-
-
-def check_list(listed: Mapping[str, Listed], grid: Grid, rank: int, where: str) -> None:
-    """Raise ``CheckpointError`` unless ``listed`` are the boxes that ``rank`` must have."""
-    for tensor, box in (boxes := grid.boxes_of(rank)).items():
-        if tensor not in listed or listed[tensor].box != box:
-            raise CheckpointError(
-                f"{where}: the box of {tensor[:200]!r} that rank {rank} has is missing"
-            )
-        expected = num_blocks(num_bytes(grid.rule_of[tensor].dtype, box.shape))
-        if len(listed[tensor].blocks) != expected:
-            raise CheckpointError(
-                f"{where}: {tensor[:200]!r} has {len(listed[tensor].blocks)} hashes of blocks, "
-                f"expected {expected}"
-            )
-    if odd := sorted(listed.keys() - boxes.keys()):
-        raise CheckpointError(f"{where}: {odd[0][:200]!r} is not of rank {rank}")

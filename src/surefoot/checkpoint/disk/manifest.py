@@ -15,13 +15,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
-from typing import Any, Literal, get_args, overload
+from typing import Any, Literal, get_args
 
 from ...errors import CheckpointError, counted
 from ...parallel.sharding import Box, is_covered_once
 from ...storage import files
 from . import strict_json
-from .grid import HASH, HASH_LIST, Grid, ShardingRule, parse_grid
+from .grid import HASH_LIST, RANK_FOLDER, Grid, ShardingRule, num_blocks, parse_grid
 from .tensorfile import ITEM_SIZES, integers, is_size, num_bytes, sizes
 
 MANIFEST = "manifest.json"
@@ -33,6 +33,7 @@ Kind = Literal["full", "adapter"]
 Layout = Literal["full", "distributed"]  # whole tensors, or boxes of them in a folder a rank
 
 _SEAL = "0" * 32
+_HASH = re.compile(r"[0-9a-f]{32}")
 _OF_RANK = re.compile(r"rank_([0-9]{5})/[^/]+\.safetensors")
 _NAME = re.compile(r"[^./\\\x00-\x1f\x7f][^/\\\x00-\x1f\x7f]{0,200}")
 
@@ -60,69 +61,23 @@ class Piece:
         return Box.whole(stored) if stored == self.box.shape else self.box
 
 
-class Pieces(Sequence[Piece]):
+@dataclass(frozen=True)
+class Pieces:
     """The pieces of one tensor; together they cover it. Those of a rule are made when they are
-    needed, after their hash lists are read."""
+    needed, from the hash lists of their ranks."""
 
-    def __init__(
-        self, dtype: str, shape: tuple[int, ...], find: Callable[[Box], Iterator[Piece]]
-    ) -> None:
-        self.dtype = dtype
-        self.shape = shape  # of the whole tensor
-        self._find = find
+    dtype: str
+    shape: tuple[int, ...]  # of the whole tensor
+    near: Callable[[Box], Iterator[Piece]]
+    """Those that have elements of a box; all of a tensor without elements."""
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self.near(Box.whole(self.shape))
 
     @property
     def num_bytes(self) -> int:
         """Length of the full tensor."""
         return num_bytes(self.dtype, self.shape)
-
-    def near(self, box: Box) -> tuple[Piece, ...]:
-        """Those that have elements of ``box``; all of a tensor without elements."""
-        return tuple(self._find(box))
-
-    @cached_property
-    def _all(self) -> tuple[Piece, ...]:
-        return self.near(Box.whole(self.shape))
-
-    def __len__(self) -> int:
-        return len(self._all)
-
-    @overload
-    def __getitem__(self, index: int) -> Piece: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Piece, ...]: ...
-    def __getitem__(self, index: int | slice) -> Piece | tuple[Piece, ...]:
-        return self._all[index]
-
-
-@dataclass(frozen=True)
-class _PiecesOfFiles(Mapping[str, tuple[Piece, ...]]):
-    """The pieces of each file that has some; those of a rank's file are in its hash list."""
-
-    manifest: Manifest
-    explicit: Mapping[str, tuple[Piece, ...]]
-
-    def __getitem__(self, file: str) -> tuple[Piece, ...]:
-        rank = self._rank_of(file)
-        if rank is None:
-            return self.explicit[file]
-        derived = (p for p in self.manifest.written_by(rank).values() if p.file == file)
-        return (*self.explicit.get(file, ()), *derived)
-
-    def __iter__(self) -> Iterator[str]:
-        of_ranks = (file for file in self.manifest.files if self._rank_of(file) is not None)
-        return iter(dict.fromkeys((*self.explicit, *of_ranks)))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def _rank_of(self, file: str) -> int | None:
-        """The rank of a grid that has written ``file``."""
-        grid, match = self.manifest.grid, _OF_RANK.fullmatch(file)
-        if grid is None or match is None or file not in self.manifest.files:
-            return None
-        rank = int(match[1])
-        return rank if rank < grid.size else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,12 +107,19 @@ class Manifest:
 
     def pieces_in(self, file: str) -> dict[str, tuple[Piece, ...]]:
         """The pieces of one file by their key there."""
-        return _grouped(self.pieces_of_file.get(file, ()), lambda piece: piece.key)
+        return _grouped(self.pieces_of(file), lambda piece: piece.key)
+
+    def pieces_of(self, file: str) -> tuple[Piece, ...]:
+        """The pieces in one file; those in a rank's file are in its hash list."""
+        explicit, match = self._by_file.get(file, ()), _OF_RANK.fullmatch(file)
+        if self.grid is None or match is None or int(match[1]) >= self.grid.size:
+            return explicit
+        written = self.written_by(int(match[1])).values()
+        return (*explicit, *(piece for piece in written if piece.file == file))
 
     @cached_property
-    def pieces_of_file(self) -> Mapping[str, tuple[Piece, ...]]:
-        """All pieces by their file."""
-        return _PiecesOfFiles(self, _grouped(self.pieces, lambda piece: piece.file))
+    def _by_file(self) -> Mapping[str, tuple[Piece, ...]]:
+        return _grouped(self.pieces, lambda piece: piece.file)
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -306,7 +268,7 @@ def _check_version(raw: Mapping[str, Any], where: str) -> None:
 # The seal is inside: a second file with the manifest's hash could be lost or out of step, and which
 # of the two would count then (docs/decisions/0010)?
 def _check_seal(data: bytes, seal: object, where: str) -> None:
-    if not isinstance(seal, str) or not HASH.fullmatch(seal):
+    if not isinstance(seal, str) or not _HASH.fullmatch(seal):
         raise CheckpointError(f"{where}: it has no seal; the file is damaged")
     digits = seal.encode()
     # Once: a second copy of the digits would become zeros, too, and could hide a change.
@@ -324,7 +286,7 @@ def _check_fields(raw: Mapping[str, Any], where: str) -> None:
     expected = {
         "created": is_text,
         "files": is_map(is_size),
-        "hashes": is_map(lambda value: isinstance(value, str) and HASH.fullmatch(value)),
+        "hashes": is_map(lambda value: isinstance(value, str) and _HASH.fullmatch(value)),
         "kind": lambda value: value in get_args(Kind),
         "layout": lambda value: value in get_args(Layout),
         "mesh": is_map(is_size),
@@ -350,7 +312,7 @@ def parse_piece(raw: object, where: str) -> Piece:
         raise CheckpointError(f"{where}: all fields except box and shape must be text")
     if raw["dtype"] not in ITEM_SIZES:
         raise CheckpointError(f"{where}: unknown dtype {raw['dtype'][:40]!r}")
-    if not HASH.fullmatch(raw["hash"]):
+    if not _HASH.fullmatch(raw["hash"]):
         raise CheckpointError(f"{where}: {raw['hash'][:40]!r} is not an xxh3-128 in hexadecimal")
     shape = sizes(raw["shape"], f"{where}: shape")
     if not isinstance(raw["box"], list) or len(raw["box"]) != 2:
@@ -358,6 +320,31 @@ def parse_piece(raw: object, where: str) -> Piece:
     start, extent = (integers(side, len(shape), f"{where}: box") for side in raw["box"])
     text = {name: raw[name] for name in ("tensor", "dtype", "file", "key", "hash")}
     return Piece(shape=shape, box=Box(start, extent), **text)
+
+
+def parse_list(data: bytes, grid: Grid, rank: int, where: str) -> dict[str, Piece]:
+    """The pieces in the hash list of ``rank``, by tensor; a ``CheckpointError`` if it is not what
+    the rules say that the rank has."""
+    boxes, pieces = grid.boxes_of(rank), dict[str, Piece]()
+    for file, hashes in strict_json.parse_object(data, where).items():
+        if not isinstance(hashes, dict):
+            raise CheckpointError(f"{where}: {file[:80]!r} must map tensors to hashes")
+        for tensor, entry in hashes.items():
+            if tensor in pieces or tensor not in boxes:
+                problem = "is in two files" if tensor in pieces else f"is not of rank {rank}"
+                raise CheckpointError(f"{where}: {tensor[:200]!r} {problem}")
+            rule, box = grid.rule_of[tensor], boxes[tensor]
+            count = 1 + num_blocks(num_bytes(rule.dtype, box.shape))
+            is_list = isinstance(entry, list) and len(entry) == count
+            if not is_list or not all(isinstance(h, str) and _HASH.fullmatch(h) for h in entry):
+                raise CheckpointError(f"{where}: {tensor[:200]!r} must have {count} hashes")
+            file_name, key = f"{RANK_FOLDER.format(rank)}/{file}", tensor.partition("/")[2]
+            pieces[tensor] = Piece(
+                tensor, rule.dtype, rule.shape, box, file_name, key, entry[0], tuple(entry[1:])
+            )
+    if missing := [tensor for tensor in boxes if tensor not in pieces]:
+        raise CheckpointError(f"{where}: the box of {missing[0][:200]!r} of rank {rank} is missing")
+    return pieces
 
 
 def check_consistent(manifest: Manifest, where: str) -> None:

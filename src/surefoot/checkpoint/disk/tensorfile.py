@@ -93,18 +93,14 @@ class TensorFile:
     def hash_blocks(self, key: str, box: Box, size: int) -> Iterator[tuple[int, str]]:
         """The number and the hash of each block of ``size`` bytes of a tensor that has bytes of
         ``box``."""
-        entry = self.entry(key)
-        numbers = {
-            number
-            for offset, length in ranges_of(entry, box)
-            for number in range(
-                (offset - entry.offset) // size, -(-(offset - entry.offset + length) // size)
-            )
-        }
-        for number in sorted(numbers):
-            first = number * size
-            length = min(size, entry.num_bytes - first)
-            yield number, files.digest(self._file.read(entry.offset + first, length))
+        entry, touched = self.entry(key), set[int]()
+        for offset, length in ranges_of(entry, box):
+            first = offset - entry.offset
+            touched |= {*range(first // size, (first + length - 1) // size + 1)}
+        for number in sorted(touched):
+            at = number * size
+            data = self._file.read(entry.offset + at, min(size, entry.num_bytes - at))
+            yield number, files.digest(data)
 
 
 def open_path(path: Path) -> TensorFile:

@@ -9,7 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ...errors import CheckpointError
-from ...parallel.sharding import AxisShard, Box, Cuts, FusedSlice, local_offset_and_shape
+from ...parallel.sharding import AxisShard, Box, FusedSlice, local_offset_and_shape
 from ..disk.grid import STAGES, Grid, ShardingRule, place_of
 from ..state.roles import FileRole
 from ._balancing import Holding, LocalTensor
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 MOST_WITH_PIECES = 64  # ranks whose pieces are all exchanged, and listed in the manifest
 
-AllCuts = Mapping[str, Mapping[str, Cuts | None]]  # role -> name -> how a tensor is sharded
-
 
 def uses_grid(writers: WriterGroup) -> bool:
     """Whether ``writers`` save with rules: format 1.1 instead of 1.0."""
@@ -29,45 +27,38 @@ def uses_grid(writers: WriterGroup) -> bool:
 
 
 def split_rules(
-    holding: Holding, cuts: AllCuts, axes: Mapping[str, int], rank: int
+    holding: Holding, axes: Mapping[str, int], rank: int
 ) -> tuple[list[ShardingRule], dict[str, dict[str, LocalTensor]]]:
     """The rules of the tensors that ``rank`` has, and the tensors without a rule.
 
     A tensor has a rule if its box here is what its ``cuts`` say. Of the ranks that have copies of a
     box, each writes an equal part, cut along the first dimension.
     """
-    place = place_of(rank, axes)
     rules, rest = [], dict[str, dict[str, LocalTensor]]()
-    kinds: dict[tuple[tuple[int, ...], tuple[AxisShard, ...]], Box] = {}
     for role, tensors in holding.items():
-        if FileRole(role).is_of_rank_0:
-            continue
-        for name, tensor in tensors.items():
-            own = cuts.get(role, {}).get(name)
-            if own is None or isinstance(own, FusedSlice) or not _fits(own, axes):
+        for name, tensor in tensors.items() if not FileRole(role).is_of_rank_0 else ():
+            if (rule := _rule(f"{role}/{name}", tensor, axes, rank)) is not None:
+                rules.append(rule)
+            else:
                 rest.setdefault(role, {})[name] = tensor
-                continue
-            kind = tensor.shape, own
-            if kind not in kinds:
-                kinds[kind] = Box(*local_offset_and_shape(*kind, axes, place))
-            if kinds[kind] != tensor.box:
-                rest.setdefault(role, {})[name] = tensor
-                continue
-            written = _with_copies(own, axes) if prod(tensor.shape) and tensor.shape else ()
-            full_name, stage = f"{role}/{name}", place.get(STAGES, 0)
-            rules.append(ShardingRule(full_name, tensor.dtype, tensor.shape, written, stage))
     return rules, rest
 
 
-def _fits(cuts: tuple[AxisShard, ...], axes: Mapping[str, int]) -> bool:
-    names = [cut.axis for cut in cuts]
-    return len({*names}) == len(names) and axes.keys() >= {*names} and STAGES not in names
-
-
-def _with_copies(cuts: tuple[AxisShard, ...], axes: Mapping[str, int]) -> tuple[AxisShard, ...]:
-    others = axes.keys() - {cut.axis for cut in cuts} - {STAGES}
-    every = (*cuts, *(AxisShard(axis, 0) for axis in axes if axis in others))
-    return tuple(cut for cut in every if axes[cut.axis] > 1)
+def _rule(
+    name: str, tensor: LocalTensor, axes: Mapping[str, int], rank: int
+) -> ShardingRule | None:
+    cuts = tensor.cuts
+    if cuts is None or isinstance(cuts, FusedSlice):
+        return None
+    own, place = [cut.axis for cut in cuts], place_of(rank, axes)
+    if len({*own}) < len(own) or STAGES in own or not axes.keys() >= {*own}:
+        return None
+    if Box(*local_offset_and_shape(tensor.shape, cuts, axes, place)) != tensor.box:
+        return None
+    copies = [AxisShard(axis, 0) for axis in axes if axis not in (*own, STAGES)]
+    every = (*cuts, *copies) if tensor.shape and Box.whole(tensor.shape).size else ()
+    written = tuple(cut for cut in every if axes[cut.axis] > 1)
+    return ShardingRule(name, tensor.dtype, tensor.shape, written, place.get(STAGES, 0))
 
 
 def are_alike(digests: Sequence[str], axes: Mapping[str, int]) -> bool:

@@ -4,17 +4,18 @@ them. Its report has a few hundred bytes, however many tensors there are. No tor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...errors import CheckpointError
+from ...parallel.sharding import Box
 from ...storage import files
+from ..disk import strict_json
 from ..disk.grid import (
     BLOCK,
     HASH_LIST,
     Grid,
-    Listed,
-    check_list,
-    dump_list,
     num_blocks,
     parse_grid,
 )
@@ -35,19 +36,21 @@ def write_hash_list(job: Job, grid: Grid, written: Written, content: Content, fo
     see them.
     """
     name, shards = HASH_LIST.format(job.rank), {shard.plan.name: shard for shard in job.shards}
-    listed = {}
+    boxes, by_file = dict[str, Box](), dict[str, dict[str, list[str]]]()
     for piece in written.pieces:
         if piece.tensor not in grid.rule_of:
             continue
-        blocks = piece.blocks  # of a file that was linked to the parent's
+        blocks: Sequence[str] = piece.blocks  # of a file that was linked to the parent's
         if num_blocks(piece.num_bytes) and not blocks:
-            blocks = tuple(content.blocks(shards[piece.file], piece.key, BLOCK))
-        file = piece.file.rpartition("/")[2]
-        listed[piece.tensor] = Listed(piece.box, file, piece.hash, blocks)
-    check_list(listed, grid, job.rank, str(folder / name))
-    data, path = dump_list(listed), folder / name
+            blocks = content.blocks(shards[piece.file], piece.key, BLOCK)
+        boxes[piece.tensor] = piece.box
+        hashes = by_file.setdefault(piece.file.rpartition("/")[2], {})
+        hashes[piece.tensor] = [piece.hash, *blocks]
+    if boxes != grid.boxes_of(job.rank):
+        raise CheckpointError("the boxes of this rank do not follow from the rules of the save")
+    data, path = strict_json.dump(by_file, indent=0), folder / name
     if not files.is_folder(path.parent):  # but not the one around it, which may have been given up
         files.new_folder(path.parent)
     files.write_new(path, data)
     written.files[name], written.hashes[name] = len(data), files.digest(data)
-    written.pieces = [piece for piece in written.pieces if piece.tensor not in listed]
+    written.pieces = [piece for piece in written.pieces if piece.tensor not in boxes]

@@ -313,7 +313,7 @@ def write_files(
         written.num_shared += shard.plan.header.file_size
         written.pieces += [
             replace(piece, tensor=f"{shard.role}/{piece.key}", file=shard.plan.name)
-            for piece in parent.manifest.pieces_of_file.get(name, ())
+            for piece in parent.manifest.pieces_of(name)
         ]
         return True
 

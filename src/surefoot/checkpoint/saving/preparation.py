@@ -33,7 +33,7 @@ from ..state.roles import MODEL, OPTIMIZER, FileRole, ShardedState, Stateful, tr
 from ..state.roles import STATE as STATE_ROLE
 from ..state.states import LocalBox, adopted, local_box_of, split
 from ._balancing import Holding, LocalTensor, shared_out
-from ._grid_plan import AllCuts, are_alike, merged, split_rules, uses_grid
+from ._grid_plan import are_alike, merged, split_rules, uses_grid
 from ._writing import Job, Shard, WriteShare, write
 
 LIBRARIES = ("surefoot", "torch", "transformers", "peft", "safetensors")
@@ -74,21 +74,16 @@ class WriterGroup:
     )  # the last one, by the digests of what each rank has
 
     def agree(
-        self,
-        holding: Holding,
-        optimizers: Mapping[str, Mapping[str, Any]],
-        parent: str | None,
-        cuts: AllCuts,
+        self, holding: Holding, optimizers: Mapping[str, Mapping[str, Any]], parent: str | None
     ) -> tuple[str, str | None, SavePlan]:
         """Exchange which boxes each rank has; a collective call. Raises on every rank if these do
         not fit together.
 
-        ``optimizers`` are states without tensors, in a pipeline of some parameters only. ``cuts``
-        are of the tensors that may have a rule. Returns rank 0's nonce of the temporary folder, its
-        ``parent``, and the plan.
+        ``optimizers`` are states without tensors, in a pipeline of some parameters only. Returns
+        rank 0's nonce of the temporary folder, its ``parent``, and the plan.
         """
         if uses_grid(self):
-            return self._agree_on_rules(holding, optimizers, parent, cuts)
+            return self._agree_on_rules(holding, optimizers, parent)
         own_state = holding, optimizers
         answers = self.exchange((files.digest(repr(own_state).encode()), new_nonce(), parent))
         digests = tuple(own_digest for own_digest, _, _ in answers)
@@ -100,28 +95,26 @@ class WriterGroup:
         return nonce, parent, self._plans[digests]
 
     def _agree_on_rules(
-        self,
-        holding: Holding,
-        optimizers: Mapping[str, Mapping[str, Any]],
-        parent: str | None,
-        cuts: AllCuts,
+        self, holding: Holding, optimizers: Mapping[str, Mapping[str, Any]], parent: str | None
     ) -> tuple[str, str | None, SavePlan]:
         """The same by digests of rules. What has no rule is exchanged, if any rank has such."""
-        rules, rest = split_rules(holding, cuts, self.mesh, self.rank)
+        rules, rest = split_rules(holding, self.mesh, self.rank)
         own, nothing = (files.digest(repr(part).encode()) for part in (rest, {}))
         answers = self.exchange((files.digest(repr(rules).encode()), own, new_nonce(), parent))
         _, _, nonce, parent = answers[0]
         if not are_alike([of_rules for of_rules, *_ in answers], self.mesh):
             return nonce, parent, _plan(self.exchange((holding, optimizers)), self.rank)
-        digests = tuple(f"{of_rules}{of_rest}" for of_rules, of_rest, *_ in answers)
+        digests = tuple(of_rest for _, of_rest, *_ in answers)
         if digests not in self._plans:
-            grid = merged(self.of_stages(rules), self.mesh)
-            has_rest = any(of_rest != nothing for _, of_rest, *_ in answers)
-            of_ranks = self.exchange((rest, {})) if has_rest else [({}, {})] * self.size
+            is_empty = all(of_rest == nothing for of_rest in digests)
+            of_ranks = [({}, {})] * self.size if is_empty else self.exchange((rest, {}))
             self._plans.clear()
-            self._plans[digests] = _with_grid(_plan(of_ranks, self.rank), grid, self.rank)
-        states = _merged_states(self.of_stages(optimizers))
-        return nonce, parent, _with_own(self._plans[digests], holding, states)
+            self._plans[digests] = _plan(of_ranks, self.rank)
+        of_stages = self.of_stages((rules, optimizers))
+        grid = merged([of_stage for of_stage, _ in of_stages], self.mesh)
+        states = _merged_states([of_stage for _, of_stage in of_stages])
+        plan = replace(self._plans[digests], optimizers=states)
+        return nonce, parent, _with_grid(plan, grid, holding, self.rank)
 
 
 ALONE = WriterGroup()
@@ -187,9 +180,8 @@ def prepare(
         _refuse_incomplete(parts)
     else:
         sharded = {role: skeleton[role] for role in groups if role in skeleton}
-        cuts = {role: {n: p.cuts for n, p in parts[role].items()} for role in _boxed(parts, kind)}
         nonce, parent, plan = writers.agree(
-            _local_tensors(parts, tensors, writers), sharded, parent, cuts
+            _local_tensors(parts, tensors, kind, writers), sharded, parent
         )
         tensors, grid = plan.tensors, plan.grid
         parts = {role: _narrowed(boxes, plan.mine.get(role, {})) for role, boxes in parts.items()}
@@ -218,11 +210,6 @@ def prepare(
     )
     values = {role: {n: p.values for n, p in boxes.items()} for role, boxes in parts.items()}
     return job, LiveTensors(values)
-
-
-def _boxed(roles: Iterable[str], kind: Kind) -> list[str]:
-    """The roles whose tensors are in the folders of ranks, in layout distributed."""
-    return [role for role in roles if not FileRole(role, kind).is_adapter]
 
 
 def _parts(role: str, tensors: Tensors, state: ShardedState | None) -> dict[str, LocalBox]:
@@ -254,11 +241,16 @@ def _described(role: str, parts: Mapping[str, LocalBox]) -> dict[str, tuple[str,
 
 
 def _local_tensors(
-    parts: ByRole, tensors: Mapping[str, Described], writers: WriterGroup
+    parts: ByRole, tensors: Mapping[str, Described], kind: Kind, writers: WriterGroup
 ) -> Holding:
     """The same for the other ranks; other states differ between ranks, and rank 0's are saved."""
+
+    def described(role: str, name: str, part: LocalBox) -> LocalTensor:
+        cuts = None if FileRole(role, kind).is_adapter else part.cuts  # which is one file
+        return LocalTensor(tensors[role][name][0], part.shape, part.box, cuts)
+
     return {
-        role: {n: LocalTensor(tensors[role][n][0], p.shape, p.box) for n, p in local_boxes.items()}
+        role: {name: described(role, name, part) for name, part in local_boxes.items()}
         for role, local_boxes in parts.items()
         if writers.rank == 0 or not FileRole(role).is_of_rank_0
     }
@@ -453,29 +445,18 @@ def _merged_states(of_ranks: Iterable[Mapping[str, Any]]) -> dict[str, dict[str,
     return optimizers
 
 
-def _with_grid(plan: SavePlan, grid: Grid, rank: int) -> SavePlan:
-    """``plan`` with the tensors of ``grid``."""
+def _with_grid(plan: SavePlan, grid: Grid, holding: Holding, rank: int) -> SavePlan:
+    """``plan`` with the tensors of ``grid``, and with those that this rank alone saves."""
     tensors = {role: dict(described) for role, described in plan.tensors.items()}
     mine = {role: dict(boxes) for role, boxes in plan.mine.items()}
+    boxes = grid.boxes_of(rank)
     for rule in grid.rules:
         role, _, name = rule.tensor.partition("/")
         tensors.setdefault(role, {})[name] = rule.dtype, rule.shape
-    for full_name, box in grid.boxes_of(rank).items():
-        role, _, name = full_name.partition("/")
-        mine.setdefault(role, {})[name] = box
+        if rule.tensor in boxes:
+            mine.setdefault(role, {})[name] = boxes[rule.tensor]
+    for role, local in holding.items():
+        if FileRole(role).is_of_rank_0:
+            tensors[role] = {name: (tensor.dtype, tensor.shape) for name, tensor in local.items()}
+            mine[role] = {name: tensor.box for name, tensor in local.items()}
     return replace(plan, tensors=tensors, mine=mine, grid=grid if grid.rules else None)
-
-
-def _with_own(
-    plan: SavePlan, holding: Holding, optimizers: Mapping[str, Mapping[str, Any]]
-) -> SavePlan:
-    """``plan`` with these states, and with the tensors that rank 0 alone saves."""
-    own = {role: local for role, local in holding.items() if FileRole(role).is_of_rank_0}
-    described = {r: {n: (t.dtype, t.shape) for n, t in local.items()} for r, local in own.items()}
-    mine = {role: {n: t.box for n, t in local.items()} for role, local in own.items()}
-    return replace(
-        plan,
-        tensors={**plan.tensors, **described},
-        mine={**plan.mine, **mine},
-        optimizers=optimizers,
-    )
