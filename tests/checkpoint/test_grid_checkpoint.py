@@ -57,6 +57,7 @@ def test_every_reader_finds_in_it_what_the_other_layout_has(whole, folder, tmp_p
     (line,) = list_run(folder.parent)
     assert line.problem is None
     reshard(folder, tmp_path / "back")
+    assert not [*(tmp_path / "back").rglob("hashes.json")]
     for name in ("model.safetensors", "optimizer.safetensors", "state.safetensors"):
         assert (tmp_path / "back" / name).read_bytes() == (whole / name).read_bytes()
 

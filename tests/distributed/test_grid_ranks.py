@@ -18,6 +18,7 @@ from kept import assert_bitwise, assert_written_once, everything, go_on, togethe
 from spread import UNEVEN, learn, trainer, writers
 from spread import save as store
 from surefoot.checkpoint.converting._resharding import reshard
+from surefoot.checkpoint.converting.targets import adapter_files
 from surefoot.checkpoint.disk._bytes import block_hashes, raw
 from surefoot.checkpoint.disk.commit import committed
 from surefoot.checkpoint.disk.folder import open_checkpoint
@@ -101,6 +102,7 @@ def test_an_adapter_stays_one_file_and_its_optimizer_has_rules(few, tmp_path):
     assert {rule.tensor.partition("/")[0] for rule in manifest.grid.rules} == {"optimizer"}
     assert verify(path, full=True).ok
     assert_equal(path, expected)
+    assert adapter_files(path).keys() == adapter_files(expected).keys()
     one = go_on(ALONE, tmp_path, path, **changes)[1]
     assert_bitwise(one, go_on(ALONE, tmp_path, expected, **changes)[1])
 

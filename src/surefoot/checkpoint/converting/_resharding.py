@@ -20,7 +20,7 @@ from ...storage.memory import only_new_collected
 from ..disk.commit import clean_leftovers, refuse_existing, step_of
 from ..disk.folder import CheckpointFolder, FolderWeights, open_checkpoint, places
 from ..disk.grid import RANK_FOLDER
-from ..disk.manifest import Kind, Layout, Manifest, is_safetensors
+from ..disk.manifest import Kind, Layout, Manifest
 from ..disk.tensorfile import plan_save
 from ..float32_weights import kept_in_float32
 from ..layouts.detection import expect_layout
@@ -85,7 +85,7 @@ def reshard(
     is_cast = {r: s for r, s in sources.items() if FileRole(r).is_weights}
     sources |= {role: cast(source, dtype, kept) for role, source in is_cast.items()}
     shards = list(shards_of(sources, manifest.kind, layout, mesh, max_shard_size))
-    names = [n for n in manifest.files if not is_safetensors(n) and not n.endswith(_INDEX)]
+    names = [name for name in manifest.companions if not name.endswith(_INDEX)]
     small = {name: checkpoint.small(name) for name in names}
     if dtype is not None and _CONFIG in small:
         small[_CONFIG] = with_dtype(small[_CONFIG], dtype)

@@ -105,6 +105,13 @@ class Manifest:
         """Whether its weights are an adapter's."""
         return self.kind == "adapter"
 
+    @property
+    def companions(self) -> list[str]:
+        """The files that have neither tensors nor their hashes, and are copied as they are."""
+        return [
+            name for name in self.files if not (is_safetensors(name) or name in self.hash_lists)
+        ]
+
     def pieces_in(self, file: str) -> dict[str, tuple[Piece, ...]]:
         """The pieces of one file by their key there."""
         return _grouped(self.pieces_of(file), lambda piece: piece.key)
