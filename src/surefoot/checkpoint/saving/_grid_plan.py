@@ -32,7 +32,7 @@ def split_rules(
     """The rules of the tensors that ``rank`` has, and the tensors without a rule.
 
     A tensor has a rule if its box here is what its ``cuts`` say. Of the ranks that have copies of a
-    box, each writes an equal part, cut along the first dimension.
+    box, each writes an equal part of it, by the first dimension.
     """
     rules, rest = [], dict[str, dict[str, LocalTensor]]()
     for role, tensors in holding.items():
