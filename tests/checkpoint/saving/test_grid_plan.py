@@ -1,11 +1,14 @@
 """A save of 405 billion parameters on 16,384 ranks, planned as any save: how much there is."""
 
+import math
 import pickle
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from surefoot.checkpoint.disk.manifest import Manifest, Piece
 from surefoot.checkpoint.saving import _grid_plan
 from surefoot.checkpoint.saving.preparation import WriterGroup
 from surefoot.errors import CheckpointError
@@ -34,9 +37,32 @@ def test_a_rank_sends_a_digest_to_the_others_and_its_rules_along_a_pipeline(mesh
         sent.append(len(pickle.dumps(value)))
         return answered(value)
 
-    benchmark.planned(benchmark.replace(group, exchange=exchange), rank.tensors())
+    benchmark.planned(replace(group, exchange=exchange), rank.tensors())
     assert len(sent) == 1
     assert sent[0] < 200
+
+
+@pytest.mark.parametrize(("size", "number"), [(16_384, 5), (8192, 8191)])
+def test_a_rank_that_loads_reads_the_hash_lists_of_the_ranks_near_it(size, number):
+    rank = benchmark.Rank(5, {"dp_shard": 16_384})
+    grid = benchmark.planned(benchmark.group_of(rank), rank.tensors())[0].grid
+    read = []
+
+    def read_list(rank):
+        read.append(rank)
+        boxes = grid.boxes_of(rank)
+        return {name: Piece(name, "F32", (), box, "", "", "") for name, box in boxes.items()}
+
+    manifest = Manifest(
+        step=1, kind="full", created="", versions={}, files={}, hashes={}, pieces=(), grid=grid
+    )
+    tensors = replace(manifest, read_list=read_list).by_tensor()
+    for role, held in benchmark.Rank(number, {"dp_shard": size}).tensors().items():
+        for name, tensor in held.items():
+            near = [*tensors[f"{role}/{name}"].near(tensor.box)]
+            assert sum(math.prod((p.box & tensor.box).shape) for p in near) == tensor.box.size
+    assert len(read) <= 16  # 8 and 4 rows of the vocabulary for each, 4 and 2 of others
+    assert size < 16_384 or read == [5]
 
 
 def test_rules_are_for_more_than_64_ranks_of_one_mesh_in_folders():
