@@ -34,7 +34,7 @@ from surefoot.checkpoint.disk.grid import (
 )
 from surefoot.checkpoint.disk.manifest import Manifest, Piece, check_consistent, dump, parse
 from surefoot.checkpoint.disk.tensorfile import num_bytes
-from surefoot.checkpoint.saving import _grid_plan
+from surefoot.checkpoint.saving import _grid_plan, preparation
 from surefoot.checkpoint.saving._balancing import Holding, LocalTensor, shared_out
 from surefoot.checkpoint.saving._writing import Shard, Written
 from surefoot.checkpoint.saving.preparation import SavePlan, WriterGroup, _shards
@@ -117,7 +117,7 @@ def group_of(rank: Rank) -> WriterGroup:
     """A group whose other ranks have answered before; torch gathers pickled objects."""
     size, stages = prod(rank.mesh.values()), rank.mesh.get("pp", 1)
     group = WriterGroup("distributed", rank.number, size, rank.mesh)
-    if not _grid_plan.uses_grid(group):
+    if not preparation.uses_grid(group):
         holdings = [pickle.dumps((Rank(r, rank.mesh).tensors(), {})) for r in range(size)]
         answers = [pickle.dumps((digest(each), "nonce", None)) for each in holdings]
         waiting = [holdings, answers]
@@ -247,7 +247,7 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.one:
         mesh, number, most = json.loads(asked.one)
-        _grid_plan.MOST_WITH_PIECES = most
+        preparation.MOST_WITH_PIECES = most
         print(json.dumps(measured(mesh, number)))
         return
     print(measure.machine(), "\n")

@@ -23,7 +23,7 @@ from surefoot.checkpoint.disk._bytes import block_hashes, raw
 from surefoot.checkpoint.disk.commit import committed
 from surefoot.checkpoint.disk.folder import open_checkpoint
 from surefoot.checkpoint.looking.diff import compare_tensors, compare_values
-from surefoot.checkpoint.saving import _grid_plan
+from surefoot.checkpoint.saving import _grid_plan, preparation
 from surefoot.checkpoint.saving.saver import AsyncSaver
 from surefoot.checkpoint.verification import verify
 from surefoot.methods import LoRA
@@ -47,7 +47,7 @@ MESHES = [(1, {}), (2, {"dp_shard": 2}), (2, {"pp": 2}), (4, {"dp_replicate": 2,
 @pytest.fixture
 def few(monkeypatch):
     """Rules for any number of ranks."""
-    monkeypatch.setattr(_grid_plan, "MOST_WITH_PIECES", 1)
+    monkeypatch.setattr(preparation, "MOST_WITH_PIECES", 1)
 
 
 def both(world, folder, changes):
@@ -55,7 +55,7 @@ def both(world, folder, changes):
     made = trainer(world, folder / "run", **changes)
     learn(made, 2)
     with_rules = store(made, folder / "rules", "distributed")
-    _grid_plan.MOST_WITH_PIECES = 64
+    preparation.MOST_WITH_PIECES = 64
     with_pieces = store(made, folder / "pieces", "distributed")
     return with_rules, with_pieces, everything(made)
 

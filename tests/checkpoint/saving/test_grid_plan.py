@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from surefoot.checkpoint.disk.manifest import Manifest, Piece
-from surefoot.checkpoint.saving import _grid_plan
+from surefoot.checkpoint.saving import _grid_plan, preparation
 from surefoot.checkpoint.saving.preparation import WriterGroup
 from surefoot.errors import CheckpointError
 
@@ -69,12 +69,12 @@ def test_rules_are_for_more_than_64_ranks_of_one_mesh_in_folders():
     def group(layout, size, **mesh):
         return WriterGroup(layout, 0, size, mesh)
 
-    assert _grid_plan.uses_grid(group("distributed", 65, dp_shard=65))
-    assert _grid_plan.uses_grid(group("distributed", 128, pp=2, tp=64))
-    assert not _grid_plan.uses_grid(group("distributed", 64, dp_shard=64))
-    assert not _grid_plan.uses_grid(group("full", 65, dp_shard=65))
-    assert not _grid_plan.uses_grid(group("distributed", 65))
-    assert not _grid_plan.uses_grid(group("distributed", 65, dp_shard=5))
+    assert preparation.uses_grid(group("distributed", 65, dp_shard=65))
+    assert preparation.uses_grid(group("distributed", 128, pp=2, tp=64))
+    assert not preparation.uses_grid(group("distributed", 64, dp_shard=64))
+    assert not preparation.uses_grid(group("full", 65, dp_shard=65))
+    assert not preparation.uses_grid(group("distributed", 65))
+    assert not preparation.uses_grid(group("distributed", 65, dp_shard=5))
 
 
 def test_tensors_of_one_name_that_differ_between_stages_are_refused():

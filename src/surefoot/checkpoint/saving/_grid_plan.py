@@ -5,25 +5,12 @@ digest of them. No box of a tensor with a rule is exchanged: it follows from the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import prod
-from typing import TYPE_CHECKING
 
 from ...errors import CheckpointError
 from ...parallel.sharding import AxisShard, Box, FusedSlice, local_offset_and_shape
 from ..disk.grid import STAGES, Grid, ShardingRule, place_of
 from ..state.roles import FileRole
 from ._balancing import Holding, LocalTensor
-
-if TYPE_CHECKING:
-    from .preparation import WriterGroup
-
-MOST_WITH_PIECES = 64  # ranks whose pieces are all exchanged, and listed in the manifest
-
-
-def uses_grid(writers: WriterGroup) -> bool:
-    """Whether ``writers`` save with rules: format 1.1 instead of 1.0."""
-    is_many = writers.layout == "distributed" and writers.size > MOST_WITH_PIECES
-    return is_many and prod(writers.mesh.values()) == writers.size
 
 
 def split_rules(

@@ -25,6 +25,7 @@ from ...parallel.sharding import Box
 from ...storage import files
 from ..disk.commit import delete, refuse_existing, step_of, temporary_folder
 from ..disk.folder import CheckpointFolder, open_checkpoint
+from ..disk.grid import BLOCK, HASH_LIST, Grid, parse_grid
 from ..disk.manifest import (
     MANIFEST,
     Kind,
@@ -38,7 +39,7 @@ from ..disk.manifest import (
 )
 from ..disk.retention import pinned
 from ..disk.tensorfile import FilePlan, explained
-from ._hash_list import grid_of, write_hash_list
+from ._hash_list import hash_list
 from ._joint import Meeting, Report, SharedFolder
 
 MOST_ATTEMPTS = 2  # to write a job of which a process was killed, or one that several write
@@ -245,6 +246,11 @@ def manifest_of(job: Job, written: Written) -> Manifest:
     )
 
 
+def grid_of(job: Job) -> Grid | None:
+    """The grid by whose rules ``job`` is written; None if there are none."""
+    return None if job.grid is None else parse_grid(job.grid, job.mesh, "the plan of the save")
+
+
 def _forget(job: Job) -> str | None:
     """Delete what the new checkpoint replaces; returns errors, which do not undo the save."""
     try:
@@ -341,16 +347,24 @@ def write_files(
     for shard in joint_files:
         with files.open_to_write(folder / shard.plan.name) as file:
             _write_tensors(written, shard, content, file)
-    for name, data in sorted(job.small.items()):
+    small = dict(job.small)
+    written.num_bytes = sum(piece.num_bytes for piece in written.pieces)
+    if (grid := grid_of(job)) is not None:
+        name, shards = HASH_LIST.format(job.rank), {shard.plan.name: shard for shard in job.shards}
+        small[name], written.pieces = hash_list(
+            written.pieces,
+            grid,
+            job.rank,
+            lambda piece: content.blocks(shards[piece.file], piece.key, BLOCK),
+        )
+        make_parent(folder, name)
+    for name, data in sorted(small.items()):
         path = folder / name
         if path.parent != folder:
             files.make_folder(path.parent)
         files.write_new(path, data)
         written.files[name] = len(data)
         written.hashes[name] = files.digest(data)
-    written.num_bytes = sum(piece.num_bytes for piece in written.pieces)
-    if (grid := grid_of(job)) is not None:
-        write_hash_list(job, grid, written, content, folder)
     return written
 
 

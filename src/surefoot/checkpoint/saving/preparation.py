@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,11 @@ from ..state.roles import MODEL, OPTIMIZER, FileRole, ShardedState, Stateful, tr
 from ..state.roles import STATE as STATE_ROLE
 from ..state.states import LocalBox, adopted, local_box_of, split
 from ._balancing import Holding, LocalTensor, shared_out
-from ._grid_plan import are_alike, merged, split_rules, uses_grid
+from ._grid_plan import are_alike, merged, split_rules
 from ._writing import Job, Shard, WriteShare, write
 
 LIBRARIES = ("surefoot", "torch", "transformers", "peft", "safetensors")
+MOST_WITH_PIECES = 64  # ranks whose boxes are all exchanged, and listed in the manifest
 WORTH_SHARING = 0.1  # of the weights' bytes
 
 
@@ -118,6 +120,12 @@ class WriterGroup:
 
 
 ALONE = WriterGroup()
+
+
+def uses_grid(writers: WriterGroup) -> bool:
+    """Whether ``writers`` save with rules: format 1.1 instead of 1.0."""
+    is_many = writers.layout == "distributed" and writers.size > MOST_WITH_PIECES
+    return is_many and prod(writers.mesh.values()) == writers.size
 
 
 def save(
