@@ -7,16 +7,18 @@ any checkpoint. A file beside them says where the rest is.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from ..errors import CheckpointError
 from ..storage import files
 from ..terminal_text import in_bytes
 from .apart import Apart
-from .disk.folder import open_checkpoint
+from .disk.folder import CheckpointFolder, open_checkpoint
 from .disk.strict_json import dump, parse_object
+from .disk.tensorfile import num_bytes as num_bytes_of
 from .loading import needed
 from .remote import stores
 from .state.roles import Stateful
@@ -55,9 +57,23 @@ def fetch(
     ``DamagedFileError`` for what is damaged in the store."""
     with files.raising(CheckpointError):
         place = parse_object(files.read_inside(folder, STORED, _MAX_BYTES), str(folder / STORED))
-    pieces = needed(folder, states, only=only)
-    checkpoint, apart = open_checkpoint(folder), Apart(**place["apart"])
-    num_bytes = stores().fetch_pieces(apart, place["step"], checkpoint, pieces)
-    size = in_bytes(sum(piece.num_bytes for piece in pieces))
+    apart, step = Apart(**place["apart"]), place["step"]
+    bring = partial(stores().fetch_file, apart, step, folder)
+    checkpoint = _Outline(folder, open_checkpoint(folder).manifest, bring=bring)
+    wanted = needed(checkpoint, states, only=only)
+    num_bytes = stores().fetch_pieces(apart, step, checkpoint, wanted)
+    size = in_bytes(sum(num_bytes_of(piece.dtype, box.shape) for piece, box in wanted))
     message = "%s: %s of its tensors are needed here, %s came from the store"
     logger.info(message, folder.name, size, in_bytes(num_bytes))
+
+
+@dataclass(frozen=True)
+class _Outline(CheckpointFolder):
+    """Hash lists of other ranks come when they are read."""
+
+    bring: Callable[[str], None] | None = None
+
+    def small(self, name: str) -> bytes:
+        if self.bring is not None and not files.exists(self.path / name):
+            self.bring(name)
+        return super().small(name)

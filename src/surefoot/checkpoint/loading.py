@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import add, sub
@@ -20,12 +20,11 @@ from ..storage.memory import only_new_collected
 from ..storage.parallel_work import in_parallel
 from .disk._bytes import DTYPES, fill, new_tensor, read_box
 from .disk.folder import CheckpointFolder, open_checkpoint
-from .disk.manifest import Piece
+from .disk.manifest import Piece, Pieces
 from .disk.tensorfile import TensorFile
 from .state.roles import STATE, FileRole, ShardedState, Stateful
 from .state.states import LocalBox, UnshardedState, adopted, join, local_box_of, pointers, split
 
-Pieces = tuple[Piece, ...]  # of one tensor
 _SHOWN = 3  # names in a message; the counts tell the rest
 _READERS = min(4, usable_cores())  # one core copies slower than the memory can
 
@@ -82,24 +81,19 @@ def load(
 
 
 def needed(
-    folder: Path, states: Mapping[str, Stateful], *, only: Collection[str] | None = None
-) -> list[Piece]:
-    """The pieces that ``load`` would read of ``folder`` on this rank. Raises ``CheckpointError``
-    as it does."""
-    checkpoint = open_checkpoint(folder)
-    with files.raising(CheckpointError, f"cannot load {folder}"):
+    checkpoint: CheckpointFolder,
+    states: Mapping[str, Stateful],
+    *,
+    only: Collection[str] | None = None,
+) -> list[tuple[Piece, Box]]:
+    """The pieces of which ``load`` would read something on this rank, and which box of the tensor
+    that is. Raises ``CheckpointError`` as it does."""
+    with files.raising(CheckpointError, f"cannot load {checkpoint.path}"):
+        jobs = _jobs(checkpoint, states, only)
         return [
-            piece
-            for job in _jobs(checkpoint, states, only)
-            for name, pieces in job.to_read.items()
-            for piece in pieces
-            if _is_wanted(piece, _targets(job.current, {name: pieces})[name], job, name)
+            (piece, piece.box & _local(jobs[number], name, jobs[number].pieces[name]) or piece.box)
+            for number, piece, name in _wanted(jobs)
         ]
-
-
-def _is_wanted(piece: Piece, target: torch.Tensor, job: _Job, name: str) -> bool:
-    box = local_box_of(name, target, job.state.cuts_of(name)).box
-    return not piece.box.size or (piece.box & box) is not None
 
 
 def _jobs(
@@ -168,7 +162,7 @@ def _check_shapes(
     current: Mapping[str, torch.Tensor],
     pieces: Mapping[str, Pieces],
 ) -> None:
-    shapes = {name: parts[0].shape for name, parts in pieces.items()}
+    shapes = {name: parts.shape for name, parts in pieces.items()}
     here = {n: t for n, t in current.items() if not t.is_meta}  # others check what they have
     odd = [n for n, shape in shapes.items() if n in here and tuple(here[n].shape) != shape]
     if odd:
@@ -184,28 +178,37 @@ def _read(
     checkpoint: CheckpointFolder, jobs: Sequence[_Job], *, is_verified: bool
 ) -> list[dict[str, torch.Tensor]]:
     """Open and check every file that is needed, then fill the tensors, several at a time."""
+    wanted = sorted(_wanted(jobs), key=lambda part: part[1].num_bytes, reverse=True)
+    names = sorted({piece.file for _, piece, _ in wanted})
     targets = [_targets(job.current, job.pieces) for job in jobs]
-    parts = [
-        (job, piece, name, into[name])
-        for job, into in zip(jobs, targets, strict=True)
-        for name, pieces in job.to_read.items()
-        for piece in pieces
-        if _is_wanted(piece, into[name], job, name)
-    ]
-    parts.sort(key=lambda part: part[1].num_bytes, reverse=True)  # so that all end together
     with ExitStack() as stack:
-        names = sorted({piece.file for _, piece, _, _ in parts})
         opened = {name: stack.enter_context(checkpoint.tensors(name)) for name in names}
 
-        def read(part: tuple[_Job, Piece, str, torch.Tensor]) -> None:
-            job, piece, name, tensor = part
-            into = local_box_of(name, tensor, job.state.cuts_of(name))
+        def read(part: tuple[int, Piece, str]) -> None:
+            number, piece, name = part
+            into = local_box_of(name, targets[number][name], jobs[number].state.cuts_of(name))
             is_checked = _read_piece(checkpoint, piece, opened[piece.file], into)
             if not (is_checked or is_verified):
-                checkpoint.check_stored(opened[piece.file], piece)
+                checkpoint.check_stored(opened[piece.file], piece, piece.box & into.box)
 
-        in_parallel(read, parts, _READERS)
+        in_parallel(read, wanted, _READERS)
     return targets
+
+
+def _wanted(jobs: Sequence[_Job]) -> Iterator[tuple[int, Piece, str]]:
+    """What this rank reads: the number of a job, and a piece of a tensor of this name."""
+    for number, job in enumerate(jobs):
+        for name, pieces in job.to_read.items():
+            for piece in pieces.near(_local(job, name, pieces)):
+                yield number, piece, name
+
+
+def _local(job: _Job, name: str, pieces: Pieces) -> Box:
+    """What this rank reads of a tensor."""
+    tensor = job.current.get(name)
+    if isinstance(tensor, DTensor) and tuple(tensor.shape) == pieces.shape:
+        return local_box_of(name, tensor, job.state.cuts_of(name)).box
+    return Box.whole(pieces.shape)
 
 
 def _read_piece(
@@ -238,18 +241,19 @@ def _targets(
 ) -> dict[str, torch.Tensor]:
     """The destination of each tensor: the state's own tensor if it fits, otherwise a new one."""
     targets = {}
-    for name, (piece, *_) in pieces.items():
+    for name, stored in pieces.items():
         tensor = current.get(name)
-        if isinstance(tensor, DTensor) and tensor.dtype != DTYPES[piece.dtype]:
-            tensor = torch.empty_like(tensor, dtype=DTYPES[piece.dtype])  # cut as it is, not whole
-        targets[name] = tensor if tensor is not None and _fits(tensor, piece) else new_tensor(piece)
+        if isinstance(tensor, DTensor) and tensor.dtype != DTYPES[stored.dtype]:
+            tensor = torch.empty_like(tensor, dtype=DTYPES[stored.dtype])  # cut as it is, not whole
+        fits = tensor is not None and _fits(tensor, stored)
+        targets[name] = tensor if tensor is not None and fits else new_tensor(stored)
     return targets
 
 
-def _fits(tensor: torch.Tensor, piece: Piece) -> bool:
+def _fits(tensor: torch.Tensor, stored: Pieces) -> bool:
     if tensor.is_meta:
         return True
-    if tuple(tensor.shape) != piece.shape or tensor.dtype != DTYPES[piece.dtype]:
+    if tuple(tensor.shape) != stored.shape or tensor.dtype != DTYPES[stored.dtype]:
         return False
     if isinstance(tensor, DTensor):
         return True

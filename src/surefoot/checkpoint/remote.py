@@ -10,6 +10,7 @@ from ..extensions import Extended
 from ..storage.remote import Address
 
 if TYPE_CHECKING:
+    from ..parallel.sharding import Box
     from .apart import Apart, RankPart
     from .disk.folder import CheckpointFolder
     from .disk.manifest import Piece
@@ -110,14 +111,19 @@ class RemoteStores(Protocol):
         """One rank's part of a save; ``is_orphan`` says whether those that train are dead."""
 
     def outline(self, apart: Apart, step: int, folder: Path) -> None:
-        """Download the manifest and the small files of a checkpoint to ``folder``."""
+        """Download the manifest and the small files of a checkpoint to ``folder``, apart from the
+        hash lists of its ranks."""
+
+    def fetch_file(self, apart: Apart, step: int, folder: Path, name: str) -> None:
+        """Download one more of them."""
 
     def fetch_pieces(
-        self, apart: Apart, step: int, folder: CheckpointFolder, pieces: Sequence[Piece]
+        self, apart: Apart, step: int, folder: CheckpointFolder, parts: Sequence[tuple[Piece, Box]]
     ) -> int:
-        """Bring these pieces, and the headers of their files, to ``folder``, and check their
-        hashes: from the parts that ranks of this machine have saved, else from the store. The bytes
-        that came from there. Raises ``DamagedFileError`` for those that are damaged in it."""
+        """Bring these pieces, or of those whose blocks have hashes what is in the box, and the
+        headers of their files to ``folder``, and check their hashes: from the parts that ranks of
+        this machine have saved, else from the store. The bytes that came from there. Raises
+        ``DamagedFileError`` for what is damaged in it."""
 
 
 _STORES: Extended[RemoteStores] = Extended("stores", {})

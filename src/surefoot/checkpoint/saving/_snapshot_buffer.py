@@ -115,6 +115,11 @@ class FileImages:
         """The hash of the same bytes."""
         return files.digest(self.tensor(shard, name))
 
+    def blocks(self, shard: Shard, name: str, size: int) -> list[str]:
+        """The hash of each ``size`` of these bytes."""
+        data = self.tensor(shard, name)
+        return [files.digest(data[at : at + size]) for at in range(0, len(data), size)]
+
     def write(self, shard: Shard, file: files.File) -> dict[str, str]:
         """Write and flush the file, or this rank's part of it; the hashes by tensor."""
         with ThreadPoolExecutor(1) as pool:  # the disk works while the core hashes

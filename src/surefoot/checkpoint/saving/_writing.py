@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from ...errors import CheckpointError, explain
 from ...parallel.sharding import Box
@@ -26,6 +26,7 @@ from ...storage import files
 from ..apart import Apart
 from ..disk.commit import delete, refuse_existing, step_of, temporary_folder
 from ..disk.folder import CheckpointFolder, open_checkpoint
+from ..disk.grid import BLOCK, HASH_LIST, Grid, parse_grid
 from ..disk.manifest import (
     MANIFEST,
     Kind,
@@ -39,6 +40,7 @@ from ..disk.manifest import (
 )
 from ..disk.retention import pinned
 from ..disk.tensorfile import FilePlan, explained
+from ._hash_list import hash_list
 from ._joint import Meeting, Report, SharedFolder
 
 MOST_ATTEMPTS = 2  # to write a job of which a process was killed, or one that several write
@@ -86,6 +88,7 @@ class Job:
     most_sharing: int = 8  # checkpoints that may have one file in common
     name: str | None = None  # of the folder, if it is not checkpoint-{step}
     apart: Apart | None = None  # where ranks save together that have no folder in common
+    grid: Mapping[str, Any] | None = None  # axes and rules, as in a manifest of many ranks
 
     @property
     def is_joint(self) -> bool:
@@ -123,6 +126,7 @@ class Written:
     pieces: list[Piece] = field(default_factory=list)
     num_shared: int = 0
     linked: dict[str, str] = field(default_factory=dict)  # the names that files have in the parent
+    num_bytes: int = 0  # of all pieces, also of those in a hash list
 
     @property
     def report(self) -> Report:
@@ -145,6 +149,9 @@ class Content(Protocol):
 
     def hash(self, shard: Shard, name: str) -> str:
         """The hash of one tensor's bytes."""
+
+    def blocks(self, shard: Shard, name: str, size: int) -> Sequence[str]:
+        """The hash of each ``size`` of these bytes."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +252,13 @@ def manifest_of(job: Job, written: Written) -> Manifest:
         layout=job.layout,
         world_size=job.world_size,
         mesh=job.mesh,
+        grid=grid_of(job),
     )
+
+
+def grid_of(job: Job) -> Grid | None:
+    """The grid by whose rules ``job`` is written; None if there are none."""
+    return None if job.grid is None else parse_grid(job.grid, job.mesh, "the plan of the save")
 
 
 def drop_replaced(job: Job) -> str | None:
@@ -283,7 +296,7 @@ def write_own_part(meeting: Meeting, write_files: Callable[[], Written]) -> tupl
             return {"error": explain(error)}
         except CheckpointError as error:
             return {"error": str(error)}
-        num_bytes = sum(piece.num_bytes for piece in written.pieces)
+        num_bytes = written.num_bytes
         return written.report
 
     if meeting.join():
@@ -317,7 +330,7 @@ def write_files(
         written.linked[shard.plan.name] = name
         written.pieces += [
             replace(piece, tensor=f"{shard.role}/{piece.key}", file=shard.plan.name)
-            for piece in parent.manifest.pieces_of_file.get(name, ())
+            for piece in parent.manifest.pieces_of(name)
         ]
         return True
 
@@ -345,7 +358,18 @@ def write_files(
     for shard in joint_files:
         with files.open_to_write(folder / shard.plan.name) as file:
             _write_tensors(written, shard, content, file)
-    for name, data in sorted(job.small.items()):
+    small = dict(job.small)
+    written.num_bytes = sum(piece.num_bytes for piece in written.pieces)
+    if (grid := grid_of(job)) is not None:
+        name, shards = HASH_LIST.format(job.rank), {shard.plan.name: shard for shard in job.shards}
+        small[name], written.pieces = hash_list(
+            written.pieces,
+            grid,
+            job.rank,
+            lambda piece: content.blocks(shards[piece.file], piece.key, BLOCK),
+        )
+        make_parent(folder, name)
+    for name, data in sorted(small.items()):
         path = folder / name
         if path.parent != folder:
             files.make_folder(path.parent)
@@ -415,7 +439,8 @@ def equal_file(parent: CheckpointFolder, shard: Shard, content: Content) -> str 
         return None
     by_key = manifest.pieces_in(name)  # the same boxes as those that this rank writes
     if shard.share is None:
-        num_wanted, saved = len(by_key), [p[0] for p in by_key.values() if len(p) == 1]
+        num_wanted = len(shard.plan.header.entries)
+        saved = [p[0] for p in by_key.values() if len(p) == 1]
     else:
         boxes = shard.share.boxes
         num_wanted = len(boxes)

@@ -54,7 +54,8 @@ def save(
                 stored.begin()
                 own, equal = _write_part(job, content, started)
             stored.send(job.target, own.files, equal)
-            stored.report(dump(own))
+            # Of all ranks' rules, once.
+            stored.report(dump(replace(own, grid=None) if job.rank else own))
             if job.rank > 0:
                 num_bytes, is_committed = sum(own.files.values()), stored.ended()
             else:
@@ -170,9 +171,9 @@ def with_whole_adapter(manifest: Manifest, stored: StoredSave, folder: Path) -> 
     boxes = manifest.tensors(MODEL) if manifest.is_adapter else {}
     if not boxes:
         return manifest
-    described = {name: (parts[0].dtype, parts[0].shape) for name, parts in boxes.items()}
+    described = {name: (pieces.dtype, pieces.shape) for name, pieces in boxes.items()}
     (plan,) = plan_save(ADAPTER.removesuffix(".safetensors"), described, None)
-    names = sorted({piece.file for parts in boxes.values() for piece in parts})
+    names = sorted({piece.file for pieces in boxes.values() for piece in pieces})
     path = folder / plan.name
     files.remove_tree(path)  # of an attempt that was killed
     with files.raising(CheckpointError, f"cannot write {path}"), files.create(path) as file:
@@ -182,7 +183,7 @@ def with_whole_adapter(manifest: Manifest, stored: StoredSave, folder: Path) -> 
             data = memoryview(stored.read(name))
             at = 8 + int.from_bytes(data[:8], "little")
             header = parse_header(bytes(data[8:at]), len(data), name)
-            for piece in manifest.pieces_of_file[name]:
+            for piece in manifest.pieces_of(name):
                 entry, key = header.entries[piece.key], piece.tensor.removeprefix(_ADAPTER_NAME)
                 box = data[entry.offset : entry.offset + entry.num_bytes]
                 if files.digest(box) != piece.hash:
@@ -196,7 +197,7 @@ def with_whole_adapter(manifest: Manifest, stored: StoredSave, folder: Path) -> 
     kept = {name: size for name, size in manifest.files.items() if name not in names}
     heads = {name: manifest.hashes[name] for name in kept}
     pieces = [
-        replace(p[0], box=Box.whole(p[0].shape), file=plan.name, key=name, hash=hashes[name])
+        replace(next(iter(p)), box=Box.whole(p.shape), file=plan.name, key=name, hash=hashes[name])
         for name, p in boxes.items()
     ]
     return replace(

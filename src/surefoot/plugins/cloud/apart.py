@@ -20,11 +20,11 @@ from pathlib import Path
 from ...checkpoint.apart import Apart, RankPart
 from ...checkpoint.disk.commit import step_of
 from ...checkpoint.disk.folder import CheckpointFolder
+from ...checkpoint.disk.grid import BLOCK
 from ...checkpoint.disk.manifest import (
     MANIFEST,
     Manifest,
     Piece,
-    is_safetensors,
     parse,
 )
 from ...checkpoint.disk.tensorfile import TensorFile, header_length, open_path, ranges_of
@@ -251,7 +251,7 @@ def outline(store: Store, name: str, folder: Path) -> Manifest:
         text, manifest = whole_manifest(store, name)
     except StoredDamageError as error:
         raise DamagedFileError(folder, str(error)) from None
-    small = [file for file in manifest.files if not is_safetensors(file)]
+    small = manifest.companions
 
     def read(file: str) -> None:
         data = store.read(f"{name}/{file}")
@@ -267,6 +267,7 @@ def outline(store: Store, name: str, folder: Path) -> Manifest:
     return manifest
 
 
+Part = tuple[Piece, Box]  # a piece, and the box of its tensor that is needed of it
 _OF_A_RANK = re.compile(r"rank_(\d{5,9})/")
 _OTHER_HASH = "its hash is not the manifest's; it is damaged in the store"
 
@@ -281,26 +282,25 @@ class PieceReader:
     apart: Apart
     num_bytes: int = 0  # that came from the store
 
-    def fetch(self, pieces: Sequence[Piece]) -> None:
+    def fetch(self, parts: Sequence[Part]) -> None:
         """Read what is not here yet, range by range, and check its hashes; once more what has
         another one."""
-        by_file = sorted({piece.file for piece in pieces})
+        by_file = sorted({piece.file for piece, _ in parts})
         with files.raising(CheckpointError, f"cannot copy {self.name}"), ExitStack() as stack:
             were_here = {file for file in by_file if self._is_here(file)}
             opened = {file: stack.enter_context(self._open(file)) for file in by_file}
             paths = {file: self.here.path / file for file in by_file}
             heads = {file: stack.enter_context(open_path(path)) for file, path in paths.items()}
 
-            def is_damaged(piece: Piece) -> bool:
-                file = heads[piece.file]
-                return file.hash(piece.key, _stored_box(piece, file)) != piece.hash
+            def is_damaged(part: Part) -> bool:
+                return _is_damaged(part, heads[part[0].file])
 
-            wanted = [p for p in pieces if p.file not in were_here or is_damaged(p)]
+            wanted = [p for p in parts if p[0].file not in were_here or is_damaged(p)]
             for _ in range(2):
                 self._read(opened, heads, wanted)
-                wanted = [piece for piece in wanted if is_damaged(piece)]
+                wanted = [part for part in wanted if is_damaged(part)]
             if wanted:
-                raise self._damaged(wanted[0].file, repr(wanted[0].key))
+                raise self._damaged(wanted[0][0].file, repr(wanted[0][0].key))
 
     @property
     def name(self) -> str:
@@ -352,30 +352,47 @@ class PieceReader:
         self,
         opened: Mapping[str, files.File],
         heads: Mapping[str, TensorFile],
-        pieces: Sequence[Piece],
+        parts: Sequence[Part],
     ) -> None:
         ranges = [
             (file, start, stop)
             for file in opened
             for start, stop in _joined(
                 (offset, offset + length)
-                for piece in pieces
-                if piece.file == file
-                for offset, length in ranges_of(
-                    heads[file].entry(piece.key), _stored_box(piece, heads[file])
-                )
+                for part in parts
+                if part[0].file == file
+                for offset, length in _ranges_of(part, heads[file])
             )
         ]
 
-        def read(part: tuple[str, int, int]) -> None:
-            file, start, stop = part
+        def read(found: tuple[str, int, int]) -> None:
+            file, start, stop = found
             opened[file].write_at(start, self._range(file, start, stop))
 
         in_parallel(read, ranges, _READERS)
 
 
-def _stored_box(piece: Piece, file: TensorFile) -> Box:
-    return piece.inside(file.entry(piece.key).shape)
+def _has_blocks(part: Part) -> bool:
+    """Whether what is needed of a piece can be checked without the rest of it."""
+    piece, box = part
+    return bool(piece.blocks) and box != piece.box
+
+
+def _ranges_of(part: Part, file: TensorFile) -> Iterable[tuple[int, int]]:
+    """The first byte and the length of each range of the file that is needed."""
+    piece, box = part
+    if _has_blocks(part):
+        return file.blocks(piece.key, box.moved_into(piece.box), BLOCK).values()
+    entry = file.entry(piece.key)
+    return ranges_of(entry, piece.inside(entry.shape))
+
+
+def _is_damaged(part: Part, file: TensorFile) -> bool:
+    piece, box = part
+    if _has_blocks(part):
+        found = file.hash_blocks(piece.key, box.moved_into(piece.box), BLOCK)
+        return any(digest != piece.blocks[number] for number, digest in found)
+    return file.hash(piece.key, piece.inside(file.entry(piece.key).shape)) != piece.hash
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:

@@ -24,6 +24,7 @@ from ...checkpoint.disk.manifest import MANIFEST, Piece, is_plain_name
 from ...checkpoint.looking.listing import CheckpointLine
 from ...checkpoint.verification import Found, Report, refuse_damaged, set_aside, verify_checkpoint
 from ...errors import CheckpointError, RunError
+from ...parallel.sharding import Box
 from ...recipe.files import RUN_RECIPE
 from ...storage import files
 from ...storage.remote import Address, default_cache
@@ -378,21 +379,31 @@ class ObjectStores:
 
     def outline(self, apart: Apart, step: int, folder: Path) -> None:
         """The small files of a checkpoint."""
-        store = Store(Address(apart.url), seconds=apart.seconds)
+        store = _store_of(apart)
         outline(store, name_of((step, apart.launch_of(step))), folder)
 
+    def fetch_file(self, apart: Apart, step: int, folder: Path, name: str) -> None:
+        """A file that the outline lacks."""
+        store, checkpoint = _store_of(apart), name_of((step, apart.launch_of(step)))
+        with files.raising(CheckpointError, f"cannot copy {checkpoint}/{name}"):
+            files.make_folder((folder / name).parent)
+            files.write_aside(folder / name, store.read(f"{checkpoint}/{name}"))
+
     def fetch_pieces(
-        self, apart: Apart, step: int, folder: CheckpointFolder, pieces: Sequence[Piece]
+        self, apart: Apart, step: int, folder: CheckpointFolder, parts: Sequence[tuple[Piece, Box]]
     ) -> int:
         """The tensors that a rank needs."""
-        store = Store(Address(apart.url), seconds=apart.seconds)
-        reader = PieceReader(store, (step, apart.launch_of(step)), folder, apart)
-        reader.fetch(pieces)
+        reader = PieceReader(_store_of(apart), (step, apart.launch_of(step)), folder, apart)
+        reader.fetch(parts)
         return reader.num_bytes
 
     def stop(self, address: Address, *, wait: bool) -> Iterator[str]:
         """Request that a run stops; what is to be shown meanwhile."""
         return stop(address, wait=wait)
+
+
+def _store_of(apart: Apart) -> Store:
+    return Store(Address(apart.url), seconds=apart.seconds)
 
 
 def _open(address: Address, folder: Path, seconds: float) -> StoredRun:
