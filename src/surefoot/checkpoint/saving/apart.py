@@ -183,7 +183,7 @@ def with_whole_adapter(manifest: Manifest, stored: StoredSave, folder: Path) -> 
             data = memoryview(stored.read(name))
             at = 8 + int.from_bytes(data[:8], "little")
             header = parse_header(bytes(data[8:at]), len(data), name)
-            for piece in manifest.pieces_of(name):
+            for piece in (p for pieces in boxes.values() for p in pieces if p.file == name):
                 entry, key = header.entries[piece.key], piece.tensor.removeprefix(_ADAPTER_NAME)
                 box = data[entry.offset : entry.offset + entry.num_bytes]
                 if files.digest(box) != piece.hash:

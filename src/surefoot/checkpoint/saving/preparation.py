@@ -126,9 +126,8 @@ ALONE = WriterGroup()
 def uses_grid(writers: WriterGroup) -> bool:
     """Whether ``writers`` save with rules: format 1.1 instead of 1.0."""
     is_many = writers.size > MOST_WITH_PIECES or writers.is_apart
-    return (
-        is_many and writers.layout == "distributed" and prod(writers.mesh.values()) == writers.size
-    )
+    is_on_mesh = prod(writers.mesh.values()) == writers.size
+    return is_many and is_on_mesh and writers.layout == "distributed"
 
 
 def save(
