@@ -28,7 +28,7 @@ from ..model.layers import (
     use_float8,
 )
 from ..model.loading import grow_embeddings, new_rows, upcast_trained
-from ..model.lora_layers import adapts_experts, enable_float32_lengths, enable_fused_lora
+from ..model.lora_layers import enable_float32_lengths, enable_fused_lora, forms_experts
 from ..model.numerics import limit_threads
 from ..model.outputs import logprob_head_of
 from ..model.packed_attention import follow_calls, switch_to_packed
@@ -61,7 +61,7 @@ def fuse_lora(draft: Draft, _: Tensors) -> None:
         enable_fused_lora(draft.module)
     if draft.module is not draft.inner:
         enable_float32_lengths(draft.module)
-        if draft.options.is_trainable and adapts_experts(draft.module):
+        if draft.options.is_trainable and forms_experts(draft.module):
             what = "the experts of a layer are formed with their updates, all in one matrix"
             cost = "takes their memory once more in each layer, until its backward pass; name "
             cost += "method.lora.targets without them, or set model.gradient_checkpointing"
