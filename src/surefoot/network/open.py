@@ -18,7 +18,6 @@ from ..errors import (
     counted,
 )
 from ..log import fell_back
-from ..model.config import check_router_loss
 from ..model.expansion import note_new_tokens, refuse_divided, untrained_matrices, verify_new_layers
 from ..model.isolation import use_packed
 from ..model.layers import (
@@ -32,6 +31,7 @@ from ..model.lora_layers import enable_float32_lengths, enable_fused_lora, forms
 from ..model.numerics import limit_threads
 from ..model.outputs import logprob_head_of
 from ..model.packed_attention import follow_calls, switch_to_packed
+from ..model.routers import check_router_loss
 from ..model.section import ModelSection
 from ..model.unloaded_tensors import unloaded
 from ..model.weight_matrices import refuse_read_weights
@@ -185,8 +185,7 @@ def load(draft: Draft, tensors: Tensors) -> None:
     if is_eager and getattr(config.get_text_config(), "num_attention_heads", None):
         what, why = "model.attention: eager", f"{type(draft.inner).__name__} has no sdpa"
         fell_back(what, why, "takes memory by the square of a row's length", logging.INFO)
-    if draft.section.router_aux_loss_coef is not None:
-        check_router_loss(draft.inner)
+    check_router_loss(draft.inner, draft.section)
 
 
 def _name_unloaded(draft: Draft) -> None:
