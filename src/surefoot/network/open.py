@@ -31,7 +31,7 @@ from ..model.lora_layers import enable_float32_lengths, enable_fused_lora, forms
 from ..model.numerics import limit_threads
 from ..model.outputs import logprob_head_of
 from ..model.packed_attention import follow_calls, switch_to_packed
-from ..model.routers import check_router_loss
+from ..model.routers import RouterBiases, check_router_loss, refuse_stages
 from ..model.section import ModelSection
 from ..model.unloaded_tensors import unloaded
 from ..model.weight_matrices import refuse_read_weights
@@ -46,6 +46,22 @@ from .network import Network
 from .runner import Engine, ModelForward, PipelineEngine, WholeEngine
 
 logger = logging.getLogger(__name__)
+
+
+def balance_experts(draft: Draft, _: Tensors) -> None:
+    """Count the tokens of each expert, if the recipe updates biases by them. Raises ``RecipeError``
+    if the method would not save these."""
+    rate, options = draft.section.router_bias_update_rate, draft.options
+    if rate is None or not options.is_trainable or options.method is None:
+        return
+    if draft.module is not draft.inner:
+        raise RecipeError(
+            "model.router_bias_update_rate: an adapter has no place for the biases of its base; "
+            "use method: full or freeze, or remove it"
+        )
+    if draft.world.pp > 1:
+        refuse_stages(draft.inner, rate)
+    draft.biases = RouterBiases(draft.inner, rate)
 
 
 def initialize_adapter(draft: Draft, tensors: Tensors) -> None:
@@ -155,6 +171,7 @@ def finish(draft: Draft, steps: Sequence[Step], tensors: Tensors = REAL) -> Netw
         cuts=draft.cuts,
         heads=draft.heads,
         sharing=draft.sharing,
+        biases=draft.biases,
         awaits_values=draft.values is not None and not options.is_read,
     )
     if options.packing and draft.values is not None and options.is_read:
@@ -168,7 +185,9 @@ def _engine(draft: Draft, runner: ModelForward) -> Engine:
     """A pipeline, if ranks have different layers."""
     options, staging = draft.options, draft.staging
     if staging is None:
-        return WholeEngine(runner, options.parallel, options.only_generates, draft.world)
+        return WholeEngine(
+            runner, options.parallel, options.only_generates, draft.world, draft.biases
+        )
     pipeline = staging.pipeline(options.parallel, options.precision, draft.cuts)
     return PipelineEngine(staging, pipeline, runner)
 
@@ -304,6 +323,7 @@ ON_THE_MODEL: Sequence[Step] = (
     resize_embeddings,  # before the method, which may train or copy the embeddings
     switch_attention,  # packing is proven on the plain model: an adapter may draw dropout
     apply_method,  # wraps what is there by now
+    balance_experts,  # refuses an adapter
     initialize_adapter,  # from weights that are as they are in files
     attach_heads,  # after the method: PEFT's all-linear would wrap a head, too, and freeze it
     fuse_lora,  # only now are there PEFT's modules

@@ -29,7 +29,7 @@ from ..model.isolation import unpacked
 from ..model.loading import device
 from ..model.numerics import PrecisionName, autocast
 from ..model.outputs import LogprobHead
-from ..model.routers import has_router_loss
+from ..model.routers import RouterBiases, has_router_loss
 from ..optim.trained import TrainedParameters
 from ..parallel.pipeline import Finish, Pipeline, run_forward, run_window
 from ..parallel.section import ParallelSection
@@ -128,6 +128,7 @@ class WholeEngine:
     parallel: ParallelSection
     only_generates: bool = False  # then it is sharded so that it can as it is
     world: World = ALONE
+    biases: RouterBiases | None = None  # of routers, which count the tokens of a step
 
     def forward(self, batch: Batch, spec: OutputSpec) -> Outputs:
         """The outputs of ``batch``."""
@@ -146,7 +147,8 @@ class WholeEngine:
             # Forward alone: between it and backward no rank waits in a collective (decisions/0047).
             with vote_on_memory(self.world):
                 here = batch.to(device())
-                answers = self.runner.run(here, spec)
+                with self._counting(batch):
+                    answers = self.runner.run(here, spec)
                 loss = loss_of(answers, here)
             if (router := answers.router) is not None:
                 if totals is None:
@@ -160,6 +162,11 @@ class WholeEngine:
             del here, answers  # and its pictures, before the next ones are there
             after(index)
         return losses
+
+    def _counting(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
+        if self.biases is None:
+            return contextlib.nullcontext()
+        return self.biases.counting(counts=_is_real(batch) > 0)
 
     @torch.no_grad()
     def _router_totals(
