@@ -187,7 +187,12 @@ class Network:
         world, options = self.world, self.options
         with self.evaluating():
             is_proven = settle_attention(
-                self.inner, self.logps, options.longest, world.first_of, options.probes
+                self.inner,
+                self.logps,
+                options.longest,
+                world.first_of,
+                options.probes,
+                is_stage=world.pp > 1,
             )
             self.sharing.is_proven = world.from_main(is_proven)
 
