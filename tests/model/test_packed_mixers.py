@@ -8,7 +8,7 @@ from surefoot.methods import LoRA
 from surefoot.model.isolation import unpacked, use_packed
 from surefoot.model.layers import compile_layers, recompute_activations
 from surefoot.model.packed_attention import DocumentBounds, packed_arguments
-from surefoot.model.packed_mixers import _Layout, _wrapped
+from surefoot.model.packed_mixers import _Layout, _wrapped, follow_recomputation
 from surefoot.parallel.sharded_model import layers
 from zoo import architectures
 
@@ -110,6 +110,7 @@ def test_recomputed_compiled_and_adapted_layers_know_their_row(change):
     model.train()
     if change == "recompute":
         recompute_activations(model, "full")
+        follow_recomputation(model)
     if change == "compile":
         compile_layers(layers(model), backend="eager")
     logits = packed(model, documents())

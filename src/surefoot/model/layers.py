@@ -51,7 +51,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..errors import ModelError, RecipeError, installation
 from ..log import fell_back
 from .lora_layers import disable_fused_lora
-from .packed_mixers import follow_recomputation
 from .section import Recomputation
 
 Function = Callable[..., object]
@@ -86,7 +85,6 @@ def recompute_activations(
             if policy == "offload":
                 saving = _in_main_memory if keep_random else _as_shapes
                 layer._gradient_checkpointing_func = partial(_offloaded, saving, options)
-            follow_recomputation(model, layer)
 
 
 _aten = torch.ops.aten

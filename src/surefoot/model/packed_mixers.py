@@ -68,10 +68,15 @@ def row_of(model: PreTrainedModel) -> PackedRow:
     return row
 
 
-def follow_recomputation(model: PreTrainedModel, layer: nn.Module) -> None:
-    """Let ``layer`` be recomputed with the documents of its own forward pass: with pipelines, other
-    rows have been computed since."""
-    row = row_of(model)
+def follow_recomputation(model: PreTrainedModel) -> None:
+    """Let each layer of ``model`` be recomputed with the documents of its own forward pass, while
+    other rows may have been computed since."""
+    for layer in model.modules():
+        if getattr(layer, "gradient_checkpointing", False):
+            _follow(row_of(model), layer)
+
+
+def _follow(row: PackedRow, layer: nn.Module) -> None:
     recomputed: Callable[..., object] = layer._gradient_checkpointing_func  # type: ignore[assignment]
 
     def run(function: Callable[..., object], *args: object, **kwargs: object) -> object:

@@ -154,7 +154,7 @@ class RouterBiases:
         for name, router in list(model.named_modules()):
             if (bias := router._buffers.get(_BIAS)) is None:
                 continue
-            experts = _experts_beside(model, name, len(bias))
+            experts = _experts_of(model, name, len(bias))
             router._buffers[_BIAS] = bias.float()  # in 16 bits small steps would be lost
             experts.register_forward_pre_hook(
                 partial(self._count, len(self._routers)), with_kwargs=True
@@ -213,7 +213,7 @@ class RouterBiases:
         self._counts[layer].scatter_add_(0, chosen_NK.reshape(-1), real_NK.reshape(-1))
 
 
-def _experts_beside(model: PreTrainedModel, router: str, num_experts: int) -> nn.Module:
+def _experts_of(model: PreTrainedModel, router: str, num_experts: int) -> nn.Module:
     """The experts that ``router`` chooses: inside of it, or beside it. Raises ``ModelError``."""
     for block in (router, router.rpartition(".")[0]):
         for module in model.get_submodule(block).modules():

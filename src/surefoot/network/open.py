@@ -31,6 +31,7 @@ from ..model.lora_layers import enable_float32_lengths, enable_fused_lora, forms
 from ..model.numerics import limit_threads
 from ..model.outputs import logprob_head_of
 from ..model.packed_attention import follow_calls, switch_to_packed
+from ..model.packed_mixers import follow_recomputation
 from ..model.routers import RouterBiases, check_router_loss, refuse_stages
 from ..model.section import ModelSection
 from ..model.unloaded_tensors import unloaded
@@ -96,6 +97,8 @@ def recompute(draft: Draft, tensors: Tensors) -> None:
             "its own in place; set it to full, or to none"
         )
     recompute_activations(draft.inner, policy, keep_random=tensors.have_values)
+    if draft.options.packing:
+        follow_recomputation(draft.inner)
 
 
 def compute_in_float8(draft: Draft, tensors: Tensors) -> None:
