@@ -1,5 +1,7 @@
 """Layers with a state compute packed rows document by document, found by trying."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -81,6 +83,28 @@ def test_documents_of_a_row_have_values_and_gradients_as_alone(kind):
     assert_close(gradients(model, logits), of_expected)
     again, _ = alone(model, documents())  # generation has no packed rows
     torch.testing.assert_close(again, expected)
+
+
+@pytest.mark.parametrize("kind", some(("lfm2", "qwen3_5_text", "jamba"), ["qwen3_5_text"]))
+def test_responses_that_share_a_prompt_have_gradients_as_apart(kind):
+    model = architectures.build(kind)
+    use_packed(model, max(LENGTHS))
+    first, prompt, one, two = (row[0] for row in documents((5, 6, 4, 3)))
+
+    def learn(parts, branches, responses):
+        tokens = torch.cat(parts)
+        starts = [0, 5, *([15] if branches is None else []), len(tokens)]
+        positions = torch.cat([torch.arange(b - a) for a, b in pairwise(starts)])
+        if branches is not None:  # the second response follows the prompt, too
+            positions[15:] = torch.arange(6, 9)
+        arguments = packed_arguments(model, torch.tensor(starts).int(), branches)
+        logits = model(input_ids=tokens[None], position_ids=positions[None], **arguments).logits
+        return gradients(model, logits[:, responses])
+
+    branches = torch.tensor([(5, 0, 0), (6, 4, 3)]).int()
+    shared = learn([first, prompt, one, two], branches, [*range(11, 18)])
+    apart = learn([first, prompt, one, prompt, two], None, [*range(11, 15), *range(21, 24)])
+    assert_close(shared, apart)
 
 
 def test_what_stays_refused_is_left_as_it_was():
