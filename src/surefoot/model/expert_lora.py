@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..parallel.progress import wait_for_ranks
+
 if TYPE_CHECKING:
     from peft.tuners.lora import ParamWrapper
 
@@ -111,6 +113,6 @@ def _products(x_SI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor
     is_old = is_old and torch.cuda.get_device_capability(x_SI.device) < _KERNEL_CAPABILITY
     if x_SI.dtype in _KERNEL_DTYPES and not is_old:
         return F.grouped_mm(x_SI, weight_EIO, offs=ends_E)
-    sizes = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
+    sizes = wait_for_ranks(ends_E.diff(prepend=ends_E.new_zeros(1)).tolist)
     rows = zip(torch.split(x_SI, sizes), weight_EIO, strict=True)
     return torch.cat([x @ weight for x, weight in rows])

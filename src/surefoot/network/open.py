@@ -97,7 +97,7 @@ def recompute(draft: Draft, tensors: Tensors) -> None:
             "its own in place; set it to full, or to none"
         )
     recompute_activations(draft.inner, policy, keep_random=tensors.have_values)
-    if draft.options.packing:
+    if draft.options.packing and policy != "none":
         follow_recomputation(draft.inner)
 
 
