@@ -34,6 +34,7 @@ HEADS = {"num_heads": 8, "head_dim": 32, "chunk_size": 64}
 CHANGES = {  # with real work in a layer, and chunks as long as the documents
     "mamba2": HEADS,
     "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_chunk_size": 64},
+    "zamba2": {"hidden_size": 32, "intermediate_size": 48},  # its own
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_chunk_size": 64},
 }
 KINDS = ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_next", "mamba", "mamba2", "falcon_mamba")

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from .packed_attention import BoundsMissingError, DocumentBounds
 
-_MOST_PADDING = 0.25  # of the positions of a batch: fewer batches cost less than their padding
+_MOST_PADDING = 0.15  # of the positions of a batch: scans cost the square of its longest row
 _MOST_ROUNDS = 8  # of wrapping: each finds another class, or the module around one
 _ROW = "packed_row"  # an attribute of models with wrapped modules
 
