@@ -31,6 +31,7 @@ ANSWERS = {  # what is caught there is an answer, or said by others; no slower w
     "cli/loading.py: _prepare": "an import that fails, which each rank repeats and says",
     "data/media/processor.py: placeholder": "a template without pictures",
     "data/rows/_readers.py: rows_of": "the row that fails is a broken row",
+    "model/routers.py: check_router_loss": "routers of another kind, which are refused",
     "data/store/_shards.py: counts": "a cache that is not there yet",
     "data/store/_shares.py: batches": "said by _give_up",
     "data/text/templates/_response_spans.py: _probe_marks": "marks or prefixes: both exact",

@@ -288,6 +288,40 @@ class OutputSpec:
 
 
 @dataclass(frozen=True)
+class RouterSums:
+    """What the loss that balances the experts of a mixture is made of (Switch Transformer,
+    arXiv:2101.03961, equations 4 to 6): sums over all layers and tokens but padding.
+
+    The loss is no sum over tokens: the share of the tokens that each expert gets is multiplied by
+    its mean probability. Of a whole window it is a sum over its micro-batches once these shares are
+    known, which have no gradient.
+
+    E experts.
+    """
+
+    coefficient: float
+    probabilities: torch.Tensor  # [E] with a gradient
+    # [E + 2] float64: tokens that each expert gets, all tokens, and the weight of the loss, which
+    # only a window's has
+    counts: torch.Tensor
+    window: torch.Tensor | None = None  # the counts of the window of all ranks; None: alone
+
+    def loss(self, weight: torch.Tensor) -> torch.Tensor:
+        """This micro-batch's part of the loss times ``weight``, or that of the window."""
+        counts = self.counts_with(weight) if self.window is None else self.window
+        num_experts, (num_routed, weight) = len(self.probabilities), counts[-2:]
+        factors = counts[:-2] * (num_experts * self.coefficient * weight / num_routed**2)
+        loss: torch.Tensor = (factors.to(self.probabilities) * self.probabilities).sum()
+        return loss
+
+    def counts_with(self, weight: torch.Tensor) -> torch.Tensor:
+        """The counts, with the weight of the loss."""
+        counts = self.counts.clone()
+        counts[-1] = weight.detach()
+        return counts
+
+
+@dataclass(frozen=True)
 class Outputs:
     """The outputs of the model that a stage needs, at the trained positions in reading order.
 
@@ -304,9 +338,7 @@ class Outputs:
     divergences: torch.Tensor | None = None  # [N] float32, nats, from another model's distribution
     # [N] ``logps`` without a gradient, where only their sum is an output
     plain_logps: torch.Tensor | None = None
-    # scalar, the loss that balances the experts of a mixture times its coefficient, if the model
-    # computes it
-    router_loss: torch.Tensor | None = None
+    router: RouterSums | None = None  # if the model computes a loss of its routers
 
 
 SCORES = OutputSpec(("values",), at="ends")  # of a reward model
@@ -330,11 +362,11 @@ class Loss:
 
 
 def with_router_loss(loss: Loss, outputs: Outputs) -> Loss:
-    """``loss`` with that of the routers, if the model computes one: once for each unit of weight,
-    so that micro-batches are averaged as their other losses are."""
-    if outputs.router_loss is None:
+    """``loss`` with that of the routers, if the model computes one, once for each unit of
+    weight."""
+    if outputs.router is None:
         return loss
-    router_loss = outputs.router_loss * loss.weight
+    router_loss = outputs.router.loss(loss.weight)
     metrics = {**loss.metrics, "router_loss": router_loss}
     return Loss(loss.total + router_loss, loss.weight, metrics, loss.rows)
 

@@ -80,15 +80,6 @@ def test_weights_that_have_diverged_are_not_taken_for_a_leak():
         use_packed(model)
 
 
-def test_a_recurrent_architecture_is_refused():
-    from transformers import MambaConfig, MambaForCausalLM
-
-    torch.manual_seed(0)
-    model = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2))
-    with pytest.raises(ModelError, match=r"data\.packing: false"):
-        use_packed(model)
-
-
 LENGTHS = (5, 1, 30, 12)  # beyond every window and chunk
 BY_DOCUMENT = ["gpt_oss", "mistral", "cohere2", "afmoe", "gpt2"]
 BY_MASK = ["qwen2_moe:window", "phimoe:window", "llama4_text", "doge:window", "stablelm"]
@@ -118,9 +109,7 @@ def test_a_window_that_no_document_of_the_run_exceeds_costs_nothing():
     assert uses_document_attention(model)
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt_neo", "mpt", "bloom", "openai-gpt", "falcon:alibi", "lfm2", "rwkv"]
-)
+@pytest.mark.parametrize("name", ["gpt_neo", "mpt", "bloom", "openai-gpt", "falcon:alibi", "rwkv"])
 def test_what_cannot_be_proven_is_refused_and_the_model_stays_as_it_was(name):
     model, row = architectures.build(name), torch.arange(20)[None]
     with torch.no_grad():

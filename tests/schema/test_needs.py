@@ -21,7 +21,8 @@ BASE = {
 ALONE = {
     "ModelSection": "path new_weights reading revision hub adapter frozen_adapters dtype attention "
     "max_positions new_special_tokens eos_token gradient_checkpointing neftune_noise_alpha "
-    "router_aux_loss_coef compile float8 quantization_bit trust_remote_code",
+    "router_aux_loss_coef router_bias_update_rate compile float8 quantization_bit "
+    "trust_remote_code",
     "DataSection": "datasets dataset_dir text_unit hub eval_datasets val_size "
     "interleave_probs max_samples max_broken_rows template tool_format enable_thinking "
     "preserve_thinking train_on_thoughts chat_template_kwargs default_system cutoff_len "

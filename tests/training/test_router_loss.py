@@ -1,5 +1,6 @@
 """``output_router_logits`` adds the loss of a mixture's routers, as in Hugging Face's Trainer."""
 
+import sys
 from functools import partial
 
 import pytest
@@ -17,6 +18,7 @@ from surefoot.model import outputs
 from surefoot.model.isolation import use_packed
 from surefoot.model.loading import load_model
 from surefoot.model.outputs import logprob_head_of
+from surefoot.model.routers import check_router_loss
 from surefoot.model.section import ModelSection
 from surefoot.network.draft import NetworkOptions
 from surefoot.network.open import open_network
@@ -49,12 +51,18 @@ def theirs(model, folder):
     return loss, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def ours(model):
+def batch_of(rows=slice(None), labels=LABELS):
+    mask = MASK[rows]
+    width = int(mask.sum(1).max())  # of other rows padding is more
+    positions = torch.arange(width).repeat(len(mask), 1)
+    return Batch(IDS[rows, :width], labels[rows, :width], positions, mask[:, :width])
+
+
+def ours(model, window=None):
     """The same by the parts of a step."""
     made = trainer_of(model)
-    batch = Batch(IDS, LABELS, torch.arange(12).repeat(3, 1), MASK)
     figures = made.policy.step.gradients(
-        [batch],
+        window or [batch_of()],
         partial(made.stage.loss, "policy"),
         step=0,
         before=lambda i: None,
@@ -84,6 +92,57 @@ def test_loss_and_gradients_of_a_step_are_the_trainer_s(kind, tmp_path):
         assert torch.allclose(mine[name], gradient, rtol=1e-4, atol=2e-7), name
 
 
+@pytest.mark.parametrize("kind", PARAMETERS)
+def test_micro_batches_have_the_loss_of_their_batch(kind, tmp_path):
+    """The loss of each by itself, averaged, is another one."""
+    expected, gradients = theirs(mixtures.model(kind, **KINDS[kind]), tmp_path)
+    empty = batch_of(slice(0, 1), torch.full_like(LABELS, IGNORE_INDEX))  # of a rank without any
+    window = [batch_of(slice(0, 1)), empty, batch_of(slice(1, 3))]
+    found, _, mine = ours(mixtures.model(kind, **KINDS[kind]), window)
+    assert found == pytest.approx(float(expected), rel=1e-6)
+    for name, gradient in gradients.items():
+        assert torch.allclose(mine[name], gradient, rtol=1e-4, atol=3e-7), name
+
+
+@pytest.mark.parametrize("size", [None, "dropout"])
+def test_the_shares_of_experts_are_those_of_the_pass_that_trains(size, monkeypatch):
+    """Dropout draws the same in both."""
+    model = mixtures.model("mixtral", **ROUTED, attention_dropout=0.5 if size else 0.0).train()
+    counts = []
+    own = outputs.sums_of
+
+    def recording(*arguments):
+        counts.append((found := own(*arguments)).counts[:-1])
+        return found
+
+    monkeypatch.setattr(outputs, "sums_of", recording)
+    made = trainer_of(model)
+    window = [batch_of(slice(0, 2)), batch_of(slice(2, 3))]
+    made.policy.step.gradients(
+        window,
+        partial(made.stage.loss, "policy"),
+        step=0,
+        before=lambda i: torch.manual_seed(i),
+        after=lambda i: None,
+    )
+    assert len(counts) == 4
+    assert torch.equal(torch.stack(counts[:2]), torch.stack(counts[2:]))
+
+
+def test_another_loss_of_routers_is_refused(monkeypatch):
+    model = mixtures.model("mixtral", **ROUTED)
+    section = ModelSection(path="unused")
+    check_router_loss(model, section)
+    module = sys.modules[type(model).__module__]
+    own = module.load_balancing_loss_func
+    monkeypatch.setattr(module, "load_balancing_loss_func", lambda *a: 2 * own(*a))
+    with pytest.raises(ModelError, match="computes another loss of its routers"):
+        check_router_loss(model, section)
+    with pytest.raises(ModelError, match="computes another loss of its routers"):
+        doge = mixtures.model("doge", output_router_logits=True)
+        check_router_loss(doge, section)
+
+
 def test_the_head_that_returns_log_probabilities_has_it_too():
     model = mixtures.model("mixtral", **ROUTED)
     batch = Batch(IDS, LABELS, torch.arange(12).repeat(3, 1), MASK)
@@ -91,7 +150,7 @@ def test_the_head_that_returns_log_probabilities_has_it_too():
     assert head is not None
     found = outputs.compute(model, batch, OutputSpec(("total",)), head=head)
     expected = model(input_ids=IDS, attention_mask=MASK, labels=LABELS)
-    assert torch.equal(found.router_loss, 0.5 * expected.aux_loss)
+    assert torch.allclose(found.router.loss(torch.ones(())), 0.5 * expected.aux_loss)
 
 
 def test_packed_rows_have_it():
@@ -101,7 +160,7 @@ def test_packed_rows_have_it():
     bounds = torch.tensor([0, 12], dtype=torch.int32)
     batch = Batch(IDS[:1], IDS[:1], torch.arange(12)[None], cu_seqlens=bounds)
     found = outputs.compute(model, batch, OutputSpec(("total",)))
-    assert torch.allclose(found.router_loss, 0.5 * expected)
+    assert torch.allclose(found.router.loss(torch.ones(())), 0.5 * expected)
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "jetmoe"])
@@ -148,6 +207,10 @@ def test_perplexity_is_of_the_labels_alone():
 def test_two_ranks_add_what_one_does(parallel, tmp_path):
     settings = {"train": {"micro_batch_size": 1}, "vocab_size": 97}
     compare(2, tmp_path, parallel=parallel, kind="mixtral", **ROUTED, **settings)
+
+
+def test_two_ranks_with_a_micro_batch_each_add_what_one_does_with_two(tmp_path):
+    compare(2, tmp_path, parallel={}, kind="mixtral", **ROUTED)
 
 
 def test_a_pipeline_refuses_it(tmp_path):

@@ -36,6 +36,8 @@ more time and memory than chunks, and the log of a run says why. The suffixes `:
 `:bias` and `:tied` are variants of an architecture.
 Doge: transformers computes rows longer than its `keep_window_size` otherwise with padding than
 alone, so `data.cutoff_len` may not be more.
+Layers with a state (of Mamba, Qwen3.5, LFM2 and others) are found by trying, and
+compute packed rows document by document; a pipeline (`parallel.pp`) of such layers cannot pack.
 
 """
 PICTURES = """

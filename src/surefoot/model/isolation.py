@@ -2,7 +2,8 @@
 
 Four ways are tried in this order, and the first one that passes is used (``settle_attention``). One
 call per document sees what the architecture's own mask shows, unless a sliding window or chunks are
-in the mask alone and a document is longer. For rows with pictures, whose tokens see each other in
+in the mask alone and a document is longer. Layers with a state are then called by document, too
+(``packed_mixers``). For rows with pictures, whose tokens see each other in
 some models, each call may have the architecture's own mask of its document. transformers' own mask
 of a row tells documents apart by their positions, and costs the square of the row. Where an
 architecture builds its mask without positions, the mask of the row is passed to it.
@@ -43,9 +44,13 @@ from .packed_attention import (
     switch_to_packed,
     uses_document_attention,
 )
+from .packed_mixers import join_mixers, separate_mixers
 
+logger = logging.getLogger(__name__)
 Run = Callable[[Batch], torch.Tensor]  # a value, or a row of them, for each trained position
 _PICTURES_SEEN = "the tokens of a picture see each other"
+_OF_CODE = (RuntimeError, ValueError, TypeError, IndexError, AttributeError)
+_SEEN = "examples in one row would see each other"
 _OTHER_VALUES = "an example in a row gets other values than alone"
 # A document, and a prompt with two answers to it, which follow once with the prompt shared and once
 # apart; together 24 tokens, which most numbers of processes divide that share tokens.
@@ -118,6 +123,8 @@ def settle_attention(
     longest: int = 0,
     agreed: Callable[[str | None], str | None] = lambda problem: problem,
     probes: Sequence[Probe] = (),
+    *,
+    is_stage: bool = False,
 ) -> bool:
     """Find the first way that computes packed rows right, and leave it in use.
 
@@ -128,6 +135,7 @@ def settle_attention(
         agreed: makes the problem of one rank that of all.
         probes: rows with pictures, which text does not stand for: some models attend to the tokens
             of a picture in both directions.
+        is_stage: other ranks have other layers, so they would not wrap the same.
 
     Returns whether two responses that share a prompt get the values of two documents.
 
@@ -144,6 +152,13 @@ def settle_attention(
         first_problem, may_share = attempt()
         if first_problem is None:
             return may_share
+        if first_problem == _SEEN and not is_stage and (names := _separated(model, run)):
+            problem, may_share = attempt()
+            if problem is None:
+                what = "%s: packed rows are computed document by document in %d layers with a state"
+                logger.info(what, type(model).__name__, len(names))
+                return may_share
+            join_mixers(model)
         if first_problem == _PICTURES_SEEN:
             set_attention(model, MASKS)
             problem, _ = attempt()
@@ -163,6 +178,23 @@ def settle_attention(
         first_problem = first_problem or problem
     attend_by_mask(model, is_on=False)
     raise _refused(model, first_problem)
+
+
+def _separated(model: PreTrainedModel, run: Run) -> list[str]:
+    """The layers by which documents of a row would see each other, which compute each by itself
+    from now on."""
+    vocab_size = model.config.get_text_config().vocab_size
+
+    def run_row(start: int) -> None:
+        run(_short_row(vocab_size, start, shares=True))
+
+    try:
+        return separate_mixers(model, run_row, _FIRST)
+    except torch.OutOfMemoryError:
+        raise
+    except (BoundsMissingError, *_OF_CODE):  # the attempt with whole rows will say what is wrong
+        join_mixers(model)
+        return []
 
 
 def _say_masks(model: PreTrainedModel, of: str, problem: str) -> None:
@@ -188,7 +220,7 @@ def _attempt(
         raise
     except BoundsMissingError:
         return "its layers do not pass on where documents begin", False
-    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+    except _OF_CODE as error:
         return f"its code fails on them ({first_line(error)})", False
 
 
@@ -205,7 +237,7 @@ def _compare(
             return _PICTURES_SEEN, False
     is_isolated, may_share = _isolation(model, run)
     if not is_isolated:
-        return "examples in one row would see each other", False
+        return _SEEN, False
     long_probe = _long_probe(model, longest)
     if is_by_document and (layer := _hiding_layer(model, run, long_probe.alone[0])):
         return f"{layer} hides tokens by a mask of its own", False

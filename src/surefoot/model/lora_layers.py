@@ -33,6 +33,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from .config import dequantized
+from .expert_lora import computes_grouped, grouped_forward
 
 if TYPE_CHECKING:
     from peft.tuners.lora import Linear, ParamWrapper
@@ -42,13 +43,17 @@ Forward = Callable[..., torch.Tensor]
 
 
 def enable_fused_lora(model: nn.Module) -> None:
-    """Enable it for every linear layer that PEFT has adapted in ``model``, where possible."""
-    from peft.tuners.lora import Linear
+    """Enable it for every linear layer that PEFT has adapted in ``model``, where possible, and the
+    products of ``expert_lora`` for experts."""
+    from peft.tuners.lora import Linear, ParamWrapper
 
     for layer in model.modules():
-        is_adapted = type(layer) is Linear or _adapts_parameter(layer)
-        if is_adapted and "forward" not in vars(layer):
+        if "forward" in vars(layer):
+            continue
+        if type(layer) is Linear or _adapts_parameter(layer):
             layer.forward = partial(_fused_forward, layer, layer.forward)
+        elif isinstance(layer, ParamWrapper) and computes_grouped(layer.get_base_layer()):
+            layer.forward = partial(grouped_forward, layer, layer.forward)
 
 
 @contextmanager
@@ -97,12 +102,12 @@ def _adapts_parameter(layer: nn.Module) -> bool:
     return isinstance(layer, ParamWrapper) and isinstance(layer.base_layer, nn.Linear)
 
 
-def adapts_experts(model: nn.Module) -> bool:
-    """Whether PEFT adapts experts that are fused in one parameter."""
+def forms_experts(model: nn.Module) -> bool:
+    """Whether PEFT forms the updated weights of adapted experts in ``model``."""
     from peft.tuners.lora import ParamWrapper
 
     wrappers = (layer for layer in model.modules() if isinstance(layer, ParamWrapper))
-    return any(not _adapts_parameter(layer) for layer in wrappers)
+    return any("forward" not in vars(layer) for layer in wrappers)
 
 
 def _fused_forward(

@@ -28,7 +28,15 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
-from ..batch import Batch, Outputs, OutputSpec, TrainedPositions, ends, trained_positions
+from ..batch import (
+    Batch,
+    Outputs,
+    OutputSpec,
+    RouterSums,
+    TrainedPositions,
+    ends,
+    trained_positions,
+)
 from ..errors import ModelError, first_line
 from ..log import fell_back
 from .chunked_cross_entropy import (
@@ -42,10 +50,10 @@ from .chunked_cross_entropy import (
     totals,
     wide,
 )
-from .config import COEFFICIENTS
 from .loading import on_meta, once_per_architecture
 from .lora_layers import unadapted
 from .packed_attention import one_document, packed_arguments
+from .routers import sums_of
 
 _SOFTCAP = "final_logit_softcapping"
 
@@ -349,11 +357,11 @@ def compute(
     Raises ``ModelError`` if the model has no head for the values of ``spec``.
     """
     at = batch.at_ends or ends(batch) if spec.at == "ends" else batch.at or trained_positions(batch)
-    router: list[torch.Tensor | None] = []
+    router: list[RouterSums | None] = []
 
     def run() -> torch.Tensor:
         output = model(logits_to_keep=at.kept, **_arguments(model, batch, hidden))
-        router.append(_router_loss(model, output))
+        router.append(sums_of(inner_of(model), output, batch.attention_mask))
         logits: torch.Tensor = output.logits
         return logits
 
@@ -369,7 +377,7 @@ def compute(
         answers = _of_logits(logits_Nv, at.labels, spec, vocabulary or WholeVocabulary())
     else:
         answers = head.run(run, lambda x: trained(x, at), at.labels, spec, values, target)
-    return replace(answers, router_loss=router[0])
+    return replace(answers, router=router[0])
 
 
 def compute_target(model: nn.Module, batch: Batch, head: LogprobHead | None) -> TargetDistribution:
@@ -391,29 +399,10 @@ def compute_target(model: nn.Module, batch: Batch, head: LogprobHead | None) -> 
 def no_distribution(model: nn.Module) -> ModelError:
     """The error for a model whose distributions cannot be computed in chunks."""
     return ModelError(
-        f"{type(_inner(model)).__name__}: its distribution over the vocabulary cannot be compared "
-        f"with another model's, as {why_full_logits(_inner(model))}; take another model, or leave "
-        "lm_head out of the method"
+        f"{type(inner_of(model)).__name__}: its distribution over the vocabulary cannot be "
+        f"compared with another model's, as {why_full_logits(inner_of(model))}; take another "
+        "model, or leave lm_head out of the method"
     )
-
-
-def _router_loss(model: nn.Module, output: Any) -> torch.Tensor | None:
-    """The loss of a mixture's routers as the model itself would add it to that of labels: only
-    where ``output_router_logits`` is set in its configuration."""
-    loss: torch.Tensor | None = getattr(output, "aux_loss", None)
-    if loss is None:
-        return None
-    inner = _inner(model)
-    places = (inner, inner.config.get_text_config())
-    coefficients = (getattr(place, name, None) for place in places for name in COEFFICIENTS)
-    coefficient = next((value for value in coefficients if value is not None), None)
-    if coefficient is None:
-        raise ModelError(
-            f"{type(inner).__name__} computes a loss of its routers, but its configuration has no "
-            "coefficient for it; set output_router_logits to false in config.json"
-        )
-    balance: torch.Tensor = coefficient * loss
-    return balance
 
 
 def trained(x_BKX: torch.Tensor, at: TrainedPositions) -> torch.Tensor:
@@ -464,11 +453,11 @@ def _arguments(model: nn.Module, batch: Batch, hidden: torch.Tensor | None) -> d
         "position_ids": batch.position_ids if batch.axes is None else batch.axes,
         "use_cache": False,
         **batch.media,
-        **({} if packed is None else packed_arguments(_inner(model), packed, batch.branches)),
+        **({} if packed is None else packed_arguments(inner_of(model), packed, batch.branches)),
     }
 
 
-def _inner(model: nn.Module) -> PreTrainedModel:
+def inner_of(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside a PEFT wrapper, or ``model`` itself."""
     inner = model if isinstance(model, PreTrainedModel) else model.get_base_model()  # type: ignore[operator]
     return cast(PreTrainedModel, inner)

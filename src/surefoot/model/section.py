@@ -76,6 +76,10 @@ class ModelSection:
     router_aux_loss_coef: float | None = None
     """Weight of the loss that balances the experts of a mixture. Unset: as ``config.json`` says.
     Otherwise saved ones say it, too (``output_router_logits``)."""
+    router_bias_update_rate: float | None = None
+    """Update the bias that chooses the experts of a token without a loss after each step, by this
+    much, so that all get as many tokens (``e_score_correction_bias`` of DeepSeek-V3,
+    arXiv:2412.19437, which took 0.001). With ``method: full`` or ``freeze``, which save it."""
     compile: Annotated[bool, ROUNDS] = False
     """Compile the layers with ``torch.compile``: faster steps after a warm-up of about a minute.
     Needs a C++ compiler."""
@@ -108,6 +112,6 @@ class ModelSection:
                 "new_weights and an adapter do not go together: an adapter was trained on other "
                 "weights; leave one of them out"
             )
-        for name in ("neftune_noise_alpha", "router_aux_loss_coef"):
+        for name in ("neftune_noise_alpha", "router_aux_loss_coef", "router_bias_update_rate"):
             if (value := getattr(self, name)) is not None and value <= 0:
                 raise ValueError(f"{name} must be positive, got {value}")

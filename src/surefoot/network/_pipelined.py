@@ -18,6 +18,7 @@ from ..errors import RecipeError
 from ..model import outputs
 from ..model.numerics import PrecisionName, autocast
 from ..model.pipeline_stages import IdentityStub, Stages, keep, plan_pipeline_stages
+from ..model.routers import refuse_stages
 from ..optim.trained import TrainedParameters
 from ..parallel.pipeline import Finish, Pipeline, connect, tie
 from ..parallel.section import ParallelSection
@@ -166,11 +167,7 @@ def to_pipeline(
     parameters in files. Raises ``RecipeError`` if the model cannot be split between its layers."""
     if world.mesh is None or world.pp == 1:
         return None
-    if getattr(inner.config.get_text_config(), "output_router_logits", False):
-        raise RecipeError(
-            "parallel.pp: output_router_logits is true in config.json, but no stage of a pipeline "
-            "sees the routers of all layers; set it to false, or leave pp at 1"
-        )
+    refuse_stages(inner, None)
     num_stages = world.pp * section.num_parts
     learns, shared = plan_pipeline_stages(inner, num_stages, is_converted=weights.is_converted)
     in_files = {parameter: names[name] for name, parameter in model.named_parameters()}

@@ -41,6 +41,7 @@ from ..model.layers import emulates
 from ..model.loading import device, load_model, training_dtype
 from ..model.numerics import PrecisionName, seed_everything
 from ..model.outputs import LogprobHead
+from ..model.routers import RouterBiases
 from ..model.section import ModelSection
 from ..optim.blocks import TrainedBlocks
 from ..optim.state_tensor import ParameterKinds
@@ -93,6 +94,7 @@ class Draft:
     has_grown: bool = False
     sharing: PromptSharing = field(default_factory=PromptSharing)
     heads: Heads = field(default_factory=Heads)
+    biases: RouterBiases | None = None  # of routers, if they are updated
     head: LogprobHead | None = None  # the output head, if it can return log-probabilities
     names: Mapping[str, str] = field(default_factory=dict)  # in the model -> in files
     num_parameters: int = 0  # of the unsharded model

@@ -24,6 +24,7 @@ from ..log import fell_back, silenced
 from ..model.config import check_alone, quantization
 from ..model.expansion import refuse_divided
 from ..model.pipeline_stages import parameters_of
+from ..model.routers import refuse_stages
 from ..model.section import ModelSection
 from ..model.weight_matrices import refuse_read_weights
 from ..optim.optimizer import Optimizer, check_learning_rates, with_parts
@@ -76,6 +77,7 @@ def refuse_early(
         refuse_read_weights(network.inner)
         module_plans(network.inner, parallel.tp)
     if parallel.pp > 1:
+        refuse_stages(network.inner, section.router_bias_update_rate)
         parameters_of(network.inner, parallel.pp * parallel.num_parts)
     names = with_parts(network.trainable, network.layouts)
     check_learning_rates(optim.learning_rates, names)

@@ -20,6 +20,7 @@ from ..generate.generation import Chooser, Decode, Ids, ReplicaShare, Sample, Sa
 from ..generate.section import GenerateSection
 from ..model.isolation import PromptSharing, settle_attention
 from ..model.loading import device
+from ..model.routers import RouterBiases
 from ..optim.blocks import TrainedBlocks
 from ..optim.optimizer import Optimizer
 from ..optim.state_tensor import ParameterKinds
@@ -56,6 +57,7 @@ class Network:
     sharing: PromptSharing = field(
         default_factory=PromptSharing
     )  # whether packed rows share prompts
+    biases: RouterBiases | None = None  # of routers, if each step updates them
     awaits_values: bool = False  # from a checkpoint, after which packing is to be verified
     around: Callable[[], AbstractContextManager[None]] = nullcontext  # evaluations
 
@@ -185,7 +187,12 @@ class Network:
         world, options = self.world, self.options
         with self.evaluating():
             is_proven = settle_attention(
-                self.inner, self.logps, options.longest, world.first_of, options.probes
+                self.inner,
+                self.logps,
+                options.longest,
+                world.first_of,
+                options.probes,
+                is_stage=world.pp > 1,
             )
             self.sharing.is_proven = world.from_main(is_proven)
 

@@ -18,7 +18,6 @@ from ..errors import (
     counted,
 )
 from ..log import fell_back
-from ..model.config import check_router_loss
 from ..model.expansion import note_new_tokens, refuse_divided, untrained_matrices, verify_new_layers
 from ..model.isolation import use_packed
 from ..model.layers import (
@@ -28,10 +27,12 @@ from ..model.layers import (
     use_float8,
 )
 from ..model.loading import grow_embeddings, new_rows, upcast_trained
-from ..model.lora_layers import adapts_experts, enable_float32_lengths, enable_fused_lora
+from ..model.lora_layers import enable_float32_lengths, enable_fused_lora, forms_experts
 from ..model.numerics import limit_threads
 from ..model.outputs import logprob_head_of
 from ..model.packed_attention import follow_calls, switch_to_packed
+from ..model.packed_mixers import follow_recomputation
+from ..model.routers import RouterBiases, check_router_loss, refuse_stages
 from ..model.section import ModelSection
 from ..model.unloaded_tensors import unloaded
 from ..model.weight_matrices import refuse_read_weights
@@ -48,6 +49,22 @@ from .runner import Engine, ModelForward, PipelineEngine, WholeEngine
 logger = logging.getLogger(__name__)
 
 
+def balance_experts(draft: Draft, _: Tensors) -> None:
+    """Count the tokens of each expert, if the recipe updates biases by them. Raises ``RecipeError``
+    if the method would not save these."""
+    rate, options = draft.section.router_bias_update_rate, draft.options
+    if rate is None or not options.is_trainable or options.method is None:
+        return
+    if draft.module is not draft.inner:
+        raise RecipeError(
+            "model.router_bias_update_rate: an adapter has no place for the biases of its base; "
+            "use method: full or freeze, or remove it"
+        )
+    if draft.world.pp > 1:
+        refuse_stages(draft.inner, rate)
+    draft.biases = RouterBiases(draft.inner, rate)
+
+
 def initialize_adapter(draft: Draft, tensors: Tensors) -> None:
     """Give an adapter values that follow from the weights, unless a checkpoint has its values."""
     if tensors.have_values and draft.options.is_new:
@@ -61,7 +78,7 @@ def fuse_lora(draft: Draft, _: Tensors) -> None:
         enable_fused_lora(draft.module)
     if draft.module is not draft.inner:
         enable_float32_lengths(draft.module)
-        if draft.options.is_trainable and adapts_experts(draft.module):
+        if draft.options.is_trainable and forms_experts(draft.module):
             what = "the experts of a layer are formed with their updates, all in one matrix"
             cost = "takes their memory once more in each layer, until its backward pass; name "
             cost += "method.lora.targets without them, or set model.gradient_checkpointing"
@@ -80,6 +97,8 @@ def recompute(draft: Draft, tensors: Tensors) -> None:
             "its own in place; set it to full, or to none"
         )
     recompute_activations(draft.inner, policy, keep_random=tensors.have_values)
+    if draft.options.packing and policy != "none":
+        follow_recomputation(draft.inner)
 
 
 def compute_in_float8(draft: Draft, tensors: Tensors) -> None:
@@ -155,6 +174,7 @@ def finish(draft: Draft, steps: Sequence[Step], tensors: Tensors = REAL) -> Netw
         cuts=draft.cuts,
         heads=draft.heads,
         sharing=draft.sharing,
+        biases=draft.biases,
         awaits_values=draft.values is not None and not options.is_read,
     )
     if options.packing and draft.values is not None and options.is_read:
@@ -168,7 +188,9 @@ def _engine(draft: Draft, runner: ModelForward) -> Engine:
     """A pipeline, if ranks have different layers."""
     options, staging = draft.options, draft.staging
     if staging is None:
-        return WholeEngine(runner, options.parallel, options.only_generates, draft.world)
+        return WholeEngine(
+            runner, options.parallel, options.only_generates, draft.world, draft.biases
+        )
     pipeline = staging.pipeline(options.parallel, options.precision, draft.cuts)
     return PipelineEngine(staging, pipeline, runner)
 
@@ -185,8 +207,7 @@ def load(draft: Draft, tensors: Tensors) -> None:
     if is_eager and getattr(config.get_text_config(), "num_attention_heads", None):
         what, why = "model.attention: eager", f"{type(draft.inner).__name__} has no sdpa"
         fell_back(what, why, "takes memory by the square of a row's length", logging.INFO)
-    if draft.section.router_aux_loss_coef is not None:
-        check_router_loss(draft.inner)
+    check_router_loss(draft.inner, draft.section)
 
 
 def _name_unloaded(draft: Draft) -> None:
@@ -305,6 +326,7 @@ ON_THE_MODEL: Sequence[Step] = (
     resize_embeddings,  # before the method, which may train or copy the embeddings
     switch_attention,  # packing is proven on the plain model: an adapter may draw dropout
     apply_method,  # wraps what is there by now
+    balance_experts,  # refuses an adapter
     initialize_adapter,  # from weights that are as they are in files
     attach_heads,  # after the method: PEFT's all-linear would wrap a head, too, and freeze it
     fuse_lora,  # only now are there PEFT's modules

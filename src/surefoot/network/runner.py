@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from ..model.isolation import unpacked
 from ..model.loading import device
 from ..model.numerics import PrecisionName, autocast
 from ..model.outputs import LogprobHead
+from ..model.routers import RouterBiases, has_router_loss
 from ..optim.trained import TrainedParameters
 from ..parallel.pipeline import Finish, Pipeline, run_forward, run_window
 from ..parallel.section import ParallelSection
@@ -127,6 +128,7 @@ class WholeEngine:
     parallel: ParallelSection
     only_generates: bool = False  # then it is sharded so that it can as it is
     world: World = ALONE
+    biases: RouterBiases | None = None  # of routers, which count the tokens of a step
 
     def forward(self, batch: Batch, spec: OutputSpec) -> Outputs:
         """The outputs of ``batch``."""
@@ -137,18 +139,51 @@ class WholeEngine:
     ) -> list[Loss]:
         """One micro-batch after the other."""
         losses = []
+        totals = None
+        if has_router_loss(outputs.inner_of(self.runner.model)) and len(window) > 1:
+            totals = self._router_totals(window, loss_of, spec, before)
         for index, batch in enumerate(window):
             before(index)
             # Forward alone: between it and backward no rank waits in a collective (decisions/0047).
             with vote_on_memory(self.world):
                 here = batch.to(device())
-                loss = loss_of(self.runner.run(here, spec), here)
+                with self._counting(batch):
+                    answers = self.runner.run(here, spec)
+                loss = loss_of(answers, here)
+            if (router := answers.router) is not None:
+                if totals is None:
+                    totals = self.world.summed(router.counts_with(loss.weight) * _is_real(batch))
+                probabilities = router.probabilities * _is_real(batch)
+                router = replace(router, probabilities=probabilities, window=totals)
+                loss = loss_of(replace(answers, router=router), here)
             loss.total.backward()  # type: ignore[no-untyped-call]
             # The log keeps losses, and must not keep the graph of each micro-batch with them.
             losses.append(loss.detach())
-            del here  # and its pictures, before the next ones are there
+            del here, answers  # and its pictures, before the next ones are there
             after(index)
         return losses
+
+    def _counting(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
+        if self.biases is None:
+            return contextlib.nullcontext()
+        return self.biases.counting(counts=_is_real(batch) > 0)
+
+    @torch.no_grad()
+    def _router_totals(
+        self, window: Window, loss_of: LossFunction, spec: OutputSpec, before: Hook
+    ) -> torch.Tensor:
+        """``RouterSums.window``, by a forward pass of each micro-batch, with the random numbers of
+        the one to come."""
+        parts = []
+        for index, batch in enumerate(window):
+            before(index)
+            with vote_on_memory(self.world):
+                here = batch.to(device())
+                answers = self.runner.run(here, spec)
+                weight = loss_of(answers, here).weight
+            assert answers.router is not None
+            parts.append(answers.router.counts_with(weight) * _is_real(batch))
+        return self.world.summed(torch.stack(parts).sum(0))
 
     @contextlib.contextmanager
     def generating(self, inner: PreTrainedModel, world: World) -> Iterator[None]:
@@ -174,6 +209,11 @@ class WholeEngine:
     def replicas(self) -> Collection[nn.Parameter]:
         """There are none."""
         return frozenset()
+
+
+def _is_real(batch: Batch) -> float:
+    """0 for what a rank without examples computes in step with the others."""
+    return float(batch.num_trained > 0)
 
 
 @dataclass(frozen=True)

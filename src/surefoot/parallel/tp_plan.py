@@ -243,7 +243,7 @@ class _Reader:
             return
         wrapper = self.model.get_submodule(base)
         linear = wrapper.get_submodule("base_layer")
-        if hasattr(wrapper, "parameter_name") and "forward" not in vars(wrapper):  # fused experts
+        if hasattr(wrapper, "parameter_name") and not isinstance(linear, nn.Linear):  # experts
             why = f"the adapter of {base} covers all experts (method.lora.targets can leave it out)"
             raise _refused(self.model, why)
         role = ModulePlan(linear, "whole", on_parts=self._on_parts(base, "whole"))

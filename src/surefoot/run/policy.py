@@ -130,6 +130,7 @@ def build_learner(
         world.summed,
         world.totals,
         copies=policy.engine.replicas(),
+        biases=policy.biases,
     )
     return Learner(policy, step, trained)
 

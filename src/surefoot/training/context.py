@@ -10,6 +10,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -226,4 +227,5 @@ def spec_of(stage: Stage, role: str) -> OutputSpec:
 
 def zeros(count: int, spec: OutputSpec) -> Outputs:
     """Outputs of ``count`` positions, all 0."""
-    return Outputs(**{name: torch.zeros(count) for name in spec.outputs})
+    values: dict[str, Any] = {name: torch.zeros(count) for name in spec.outputs}
+    return Outputs(**values)

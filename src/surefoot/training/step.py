@@ -25,6 +25,7 @@ from ..batch import Batch, Hook, Loss, LossFunction, Outputs, StepRunner, Window
 from ..checkpoint.state.roles import ShardedState
 from ..errors import RunError, counted
 from ..model.numerics import LossScaler, leave_strict_mode
+from ..model.routers import RouterBiases
 from ..model.weight_matrices import is_added
 from ..network.method import Weights
 from ..network.network import Network
@@ -115,6 +116,8 @@ class Step:
     sums: Reduce = _alone  # over all shares of the examples
     totals: Reduce = _alone  # over all processes
     copies: Collection[torch.Tensor] = frozenset()  # parameters that count in another process
+    biases: RouterBiases | None = None  # which an update moves
+    _expert_counts: torch.Tensor | None = field(init=False, default=None)  # of the window
 
     def gradients(
         self, window: Window, loss_of: LossFunction, *, step: int, before: Hook, after: Hook
@@ -126,9 +129,13 @@ class Step:
         factor = self._factor(window)
         scaled = partial(_scaled, loss_of, factor)
         move_weights(self.optimizer, for_gradients=True)
+        if self.biases is not None:
+            self.biases.take()  # what a window that failed has left
         # A sum and a weight of each micro-batch: a mean of means would give short micro-batches
         # more weight (as trl#3021 did).
         losses = self.run_window(window, scaled, before=before, after=after)
+        if self.biases is not None:  # before a callback computes more of the window
+            self._expert_counts = self.sums(self.biases.take())
         tokens = sum(batch.num_tokens for batch in window if batch.num_trained)
         names = list(dict.fromkeys(name for loss in losses for name in loss.metrics))
         total, weight, *rest = self.sums(_added(losses, names, tokens)).unbind()
@@ -150,6 +157,8 @@ class Step:
         elif not wait_for_ranks(bool, unread.is_bad):
             self.optimizer.step()
         move_weights(self.optimizer, for_gradients=False)
+        if self.biases is not None and self._expert_counts is not None:
+            self.biases.update(self._expert_counts, unread.is_bad)
         if self.scaler.enabled:
             self.scaler.update(overflowed=wait_for_ranks(bool, unread.is_bad))
 

@@ -85,6 +85,9 @@ class Origin(Protocol):
     def weights(self) -> TensorSource:
         """The weights as stored, under Hugging Face's names."""
 
+    def single_experts(self) -> tuple[TensorSource, Mapping[str, object]]:
+        """The adapter with a matrix for each expert, and its settings."""
+
     def whole(
         self,
         dtype: DtypeName | None = None,
@@ -393,8 +396,17 @@ def refuse_taken(out: Path) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PEFTAdapter(WeightsTarget):
+class PEFTAdapter(ModelTarget):
     """An adapter by itself."""
+
+    experts: Literal["fused", "single"] | None = None
+    """Of a mixture: fused (unset), all of a layer in one tensor, as PEFT trains them, or single, a
+    matrix for each under the names of the base's files, as vLLM reads them.
+    """
+
+    def __post_init__(self) -> None:
+        if self.base is not None and self.experts != "single":
+            raise OptionError("--base of an adapter by itself needs --experts single")
 
     def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
         """The adapter's weights and settings, without the state of its training."""
@@ -404,6 +416,9 @@ class PEFTAdapter(WeightsTarget):
             source, small = open_folder(folder), adapter_files(folder)
         else:
             source, small = _inside(folder, origin.weights())
+        if self.experts == "single":
+            source, settings = origin.single_experts()
+            small[ADAPTER_CONFIG] = _json(settings)
         source = cast(source, self.dtype, none_kept)
         with new_folder(target) as part:
             hashes = copy(

@@ -92,6 +92,7 @@ from ...storage.memory import only_new_collected
 from .._model_location import locate
 from ..model_loading import ModelFolders, find_parts, with_valid
 from ._reward_model import as_sequence_classification, head_of, v_head_file
+from .adapter_names import single_experts
 from .opened_alone import read_alone
 from .receipt import Artefact, write_receipt
 
@@ -133,6 +134,16 @@ class FolderToConvert:
         if has_opener(self.folder):
             return open_named(self.folder, self.base, self.reading)
         return open_any(self.folder, trust_pickle=self.given.trust_pickle)
+
+    def single_experts(self) -> tuple[TensorSource, Mapping[str, object]]:
+        """The adapter with a matrix for each expert, and its settings. Raises ``CheckpointError``
+        if it cannot have them."""
+        adapter, base = self.parts.adapter, self.parts.model
+        if adapter is None:
+            raise CheckpointError(f"{self.folder}: it contains no adapter")
+        updated = updated_tensors(meta_model(base, trust_remote_code=False), adapter)
+        settings, shapes = read_config(adapter / ADAPTER), open_folder(base).shapes()
+        return single_experts(open_folder(adapter), settings, updated, shapes)
 
     def whole(
         self,
