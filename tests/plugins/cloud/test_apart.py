@@ -369,19 +369,19 @@ def test_a_machine_without_permission_ends_the_save_of_all_with_its_reason(fleet
 @pytest.mark.proof
 def test_a_launch_on_the_same_machines_waits_for_what_they_upload(fleet, server, whole):
     """Those that train are killed, and those that write for them live, and upload slowly."""
-    launch, began = fleet.launch("checkpoint.save_steps=4"), threading.Event()
+    launch, began = fleet.launch("checkpoint.save_steps=4"), set()
 
     def rule(method, path, _count):
-        if method == "PUT" and "/checkpoint-4/rank_0000" in path:
-            if not began.is_set():
-                began.set()
+        if method == "PUT" and (match := re.search(r"/checkpoint-4/(rank_0000\d)/", path)):
+            began.add(match[1])
+            if len(began) == 2:
                 for process in launch.ranks:
                     process.kill()
             time.sleep(1)
 
     server.rule = rule
     launch.wait()
-    assert began.is_set()
+    assert len(began) == 2
     second = fleet.run(places=launch.places)
     assert "resuming from checkpoint-4 at step 4" in second.logs()
     assert second.losses() == whole

@@ -44,7 +44,9 @@ logger = logging.getLogger(__name__)
 REPORTS = ".reports"
 _REPORT = re.compile(r"(\d{5,9})\.([0-9a-f]+)\.(json|error)")
 _PAUSE, _LONGEST = 0.2, 2.0  # seconds between two looks
-_LAST_CHANCE = 120.0  # seconds without a report, when those that train are dead
+# Seconds without a report, when those that train are dead: the next launch waits for this process,
+# and commits what comes later.
+_LAST_CHANCE = 10.0
 _LEAST = 60.0  # the same, when they live; also the time that this rank's own upload took, fourfold
 _SLOWER = 4.0
 _HEAD = 4 << 10  # bytes of a file that are read first
