@@ -50,7 +50,7 @@ def assert_written_once(saved):
     manifest = open_checkpoint(saved).manifest
     for role in ("model", "optimizer"):
         for name, pieces in manifest.tensors(role).items():
-            count = np.zeros(pieces[0].shape, int)
+            count = np.zeros(pieces.shape, int)
             for piece in pieces:
                 box = piece.box
                 ends = [a + n for a, n in zip(box.start, box.shape, strict=True)]

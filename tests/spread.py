@@ -172,7 +172,9 @@ def save(made, folder, layout="full"):
 
 def writers(world, layout="full", exchange=None):
     """The ranks of ``world``, which save together."""
-    return WriterGroup(layout, world.rank, world.size, world.axes, exchange or world.gathered)
+    gathered = exchange or world.gathered
+    group = WriterGroup(layout, world.rank, world.size, world.axes, gathered)
+    return replace(group, of_stages=world.of_stages)
 
 
 def resume(made, folder):

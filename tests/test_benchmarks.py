@@ -12,7 +12,15 @@ import warm
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 BENCHMARKS = ["startup.py", "shares.py", "encode.py", "reshard.py", "ranks.py", "commits.py"]
 BENCHMARKS += ["train.py", "overhead.py", "preference.py", "dealing.py", "layers_in_turn.py"]
-BENCHMARKS += ["grpo.py", "harness.py", "gguf_export.py", "serve.py", "pictures.py", "restart.py"]
+BENCHMARKS += [
+    "grpo.py",
+    "harness.py",
+    "gguf_export.py",
+    "serve.py",
+    "pictures.py",
+    "restart.py",
+    "manifest.py",
+]
 FILES = sorted(
     f for f in FOLDER.rglob("*.py") if not any(part.startswith(".venv-") for part in f.parts)
 )

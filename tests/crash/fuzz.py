@@ -1,7 +1,7 @@
 """Run by test_fuzz.py: atheris feeds a parser whatever reaches new code; only CheckpointError may
 come out.
 
-    python -m crash.fuzz header|manifest|index|folder CORPUS [libFuzzer's options]
+    python -m crash.fuzz header|manifest|index|folder|rules|list CORPUS [libFuzzer's options]
 """
 
 import json
@@ -9,13 +9,14 @@ import re
 import shutil
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import atheris
 
 with atheris.instrument_imports(include=["surefoot"]):
+    from surefoot.checkpoint.disk import grid, strict_json
     from surefoot.checkpoint.disk import manifest as index
-    from surefoot.checkpoint.disk import strict_json
     from surefoot.checkpoint.disk import tensorfile as header
     from surefoot.checkpoint.disk.folder import MODEL_INDEX
     from surefoot.checkpoint.layouts.detection import open_weights
@@ -60,11 +61,37 @@ def parse_folder(data):
     verify(SCRATCH, full=True)
 
 
+RULES = {
+    "axes": ["pp", "dp"],
+    "rules": [
+        {"tensor": "model/x", "dtype": "F32", "shape": [5, 3], "cuts": [["dp", 0]], "stage": 1},
+        {"tensor": "model/y", "dtype": "U8", "shape": [1 << 25], "cuts": [], "stage": 0},
+    ],
+}
+GRID = grid.parse_grid(RULES, {"pp": 2, "dp": 2}, "it")
+
+
+def parse_rules(data):
+    """A manifest with rules; every rank has its boxes, and is found by them."""
+    parse_manifest(data)
+    found = index.parse(sealed(data), "it").grid
+    for rank in range(min(found.size, 8) if found else 0):
+        for tensor, box in found.boxes_of(rank).items():
+            assert rank in dict(found.ranks_of(found.rule_of[tensor], box))
+
+
+def parse_list(data):
+    """The hash list of a rank."""
+    assert [*index.parse_list(data, GRID, 0, "it")] == ["model/y"]
+
+
 TARGETS = {
     "header": parse_header,
     "manifest": parse_manifest,
     "index": parse_index,
     "folder": parse_folder,
+    "rules": parse_rules,
+    "list": parse_list,
 }
 
 
@@ -77,6 +104,11 @@ def seeds(name, corpus):
     (SCRATCH / "model.safetensors").write_bytes(whole)
     if name == "header":
         (corpus / "valid").write_bytes(whole)
+    elif name == "list":
+        hashes = {"model/y": [files.digest(b"")] * 3}
+        (corpus / "valid").write_bytes(strict_json.dump({"a.safetensors": hashes}))
+    elif name == "rules":
+        (corpus / "valid").write_bytes(with_rules(manifest(layout, head, whole)))
     elif name == "index":
         shutil.move(SCRATCH / "model.safetensors", SCRATCH / "model-00001-of-00001.safetensors")
         names = dict.fromkeys(tensors, "model-00001-of-00001.safetensors")
@@ -112,6 +144,15 @@ def manifest(layout, head, whole):
     return index.dump(made)
 
 
+def with_rules(data):
+    """The same manifest of four ranks, with two more tensors."""
+    lists = dict.fromkeys((grid.HASH_LIST.format(rank) for rank in range(4)), 2)
+    found = index.parse(data, "it")
+    hashes = {**found.hashes, **dict.fromkeys(lists, files.digest(b"{}"))}
+    many = {"layout": "distributed", "world_size": 4, "mesh": {"pp": 2, "dp": 2}, "grid": GRID}
+    return index.dump(replace(found, files={**found.files, **lists}, hashes=hashes, **many))
+
+
 def main(name, corpus, options):
     seeds(name, corpus)
     target = TARGETS[name]
@@ -126,7 +167,10 @@ def main(name, corpus, options):
     words = corpus.with_suffix(".dict")
     keys = [*json.loads(index.dump(index.parse(manifest_seed(), "it")))] if name != "index" else []
     words.write_text(
-        "".join(f'"{word}"\n' for word in [*keys, "weight_map", "F32", "../", "1e999"])
+        "".join(
+            f'"{word}"\n'
+            for word in [*keys, *RULES, *RULES["rules"][0], "weight_map", "F32", "../", "1e999"]
+        )
     )
     atheris.Setup([sys.argv[0], str(corpus), f"-dict={words}", *options], once)
     atheris.Fuzz()

@@ -15,7 +15,7 @@ SECONDS = int(os.environ.get("SUREFOOT_FUZZ_SECONDS", "60"))
 
 @pytest.mark.proof
 @pytest.mark.skipif(not importlib.util.find_spec("atheris"), reason="pip install -e .[fuzz]")
-@pytest.mark.parametrize("target", ["header", "manifest", "index", "folder"])
+@pytest.mark.parametrize("target", ["header", "manifest", "index", "folder", "rules", "list"])
 def test_nothing_but_an_error_for_people_comes_out_of_a_parser(tmp_path, target):
     options = [f"-max_total_time={SECONDS}", "-rss_limit_mb=1024", "-timeout=10", "-max_len=8192"]
     command = [sys.executable, "-m", "crash.fuzz", target, tmp_path / "corpus", *options]

@@ -85,7 +85,7 @@ def test_folders_of_two_machines_are_refused_by_both(tmp_path, monkeypatch):
     found = ranks.run(2, lambda world: why(world, tmp_path / str(world.rank)))
     for rank, said in enumerate(found):
         assert f"rank 1 does not see the folder {tmp_path / str(rank)} of rank 0" in said
-        assert "train.cache_dir" in said
+        assert "train.output_dir to the URL of a bucket" in said
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import add, sub
@@ -20,12 +20,11 @@ from ..storage.memory import only_new_collected
 from ..storage.parallel_work import in_parallel
 from .disk._bytes import DTYPES, fill, new_tensor, read_box
 from .disk.folder import CheckpointFolder, open_checkpoint
-from .disk.manifest import Piece
+from .disk.manifest import Piece, Pieces
 from .disk.tensorfile import TensorFile
 from .state.roles import STATE, FileRole, ShardedState, Stateful
 from .state.states import LocalBox, UnshardedState, adopted, join, local_box_of, pointers, split
 
-Pieces = tuple[Piece, ...]  # of one tensor
 _SHOWN = 3  # names in a message; the counts tell the rest
 _READERS = min(4, usable_cores())  # one core copies slower than the memory can
 
@@ -71,21 +70,42 @@ def load(
     if only is not None and (unknown := sorted(set(only) - set(states))):
         raise ValueError(f"only: no state {unknown[0]!r}; there are {', '.join(states)}")
     checkpoint = open_checkpoint(Path(folder))
-    with_files, rest = adopted({n: states[n] for n in states if only is None or n in only})
-    skeleton = checkpoint.skeleton()
     with files.raising(CheckpointError, f"cannot load {folder}"):
-        jobs = [
-            _job_of(checkpoint, name, state, skeleton, has_files=name in with_files)
-            for name, state in (
-                with_files | {n: UnshardedState(s) for n, s in rest.items()}
-            ).items()
-        ]
+        jobs = _jobs(checkpoint, states, only)
         tensors = _read(checkpoint, jobs, is_verified=is_verified)
         trees = [
             job.tree(into, f"{folder}: {job.name}") for job, into in zip(jobs, tensors, strict=True)
         ]
     for job, tree in zip(jobs, trees, strict=True):
         job.state.load_state_dict(tree)
+
+
+def needed(
+    checkpoint: CheckpointFolder,
+    states: Mapping[str, Stateful],
+    *,
+    only: Collection[str] | None = None,
+) -> list[tuple[Piece, Box]]:
+    """The pieces of which ``load`` would read something on this rank, and which box of the tensor
+    that is. Raises ``CheckpointError`` as it does."""
+    with files.raising(CheckpointError, f"cannot load {checkpoint.path}"):
+        jobs = _jobs(checkpoint, states, only)
+        return [
+            (piece, piece.box & _local(jobs[number], name, jobs[number].pieces[name]) or piece.box)
+            for number, piece, name in _wanted(jobs)
+        ]
+
+
+def _jobs(
+    checkpoint: CheckpointFolder, states: Mapping[str, Stateful], only: Collection[str] | None
+) -> list[_Job]:
+    with_files, rest = adopted({n: states[n] for n in states if only is None or n in only})
+    skeleton = checkpoint.skeleton()
+    everything = with_files | {n: UnshardedState(s) for n, s in rest.items()}
+    return [
+        _job_of(checkpoint, name, state, skeleton, has_files=name in with_files)
+        for name, state in everything.items()
+    ]
 
 
 def _job_of(
@@ -142,7 +162,7 @@ def _check_shapes(
     current: Mapping[str, torch.Tensor],
     pieces: Mapping[str, Pieces],
 ) -> None:
-    shapes = {name: parts[0].shape for name, parts in pieces.items()}
+    shapes = {name: parts.shape for name, parts in pieces.items()}
     here = {n: t for n, t in current.items() if not t.is_meta}  # others check what they have
     odd = [n for n, shape in shapes.items() if n in here and tuple(here[n].shape) != shape]
     if odd:
@@ -158,27 +178,37 @@ def _read(
     checkpoint: CheckpointFolder, jobs: Sequence[_Job], *, is_verified: bool
 ) -> list[dict[str, torch.Tensor]]:
     """Open and check every file that is needed, then fill the tensors, several at a time."""
-    names = sorted({p.file for job in jobs for pieces in job.to_read.values() for p in pieces})
+    wanted = sorted(_wanted(jobs), key=lambda part: part[1].num_bytes, reverse=True)
+    names = sorted({piece.file for _, piece, _ in wanted})
+    targets = [_targets(job.current, job.pieces) for job in jobs]
     with ExitStack() as stack:
         opened = {name: stack.enter_context(checkpoint.tensors(name)) for name in names}
-        targets = [_targets(job.current, job.pieces) for job in jobs]
 
-        def read(part: tuple[_Job, Piece, str, torch.Tensor]) -> None:
-            job, piece, name, tensor = part
-            into = local_box_of(name, tensor, job.state.cuts_of(name))
+        def read(part: tuple[int, Piece, str]) -> None:
+            number, piece, name = part
+            into = local_box_of(name, targets[number][name], jobs[number].state.cuts_of(name))
             is_checked = _read_piece(checkpoint, piece, opened[piece.file], into)
             if not (is_checked or is_verified):
-                checkpoint.check_stored(opened[piece.file], piece)
+                checkpoint.check_stored(opened[piece.file], piece, piece.box & into.box)
 
-        parts = [
-            (job, piece, name, into[name])
-            for job, into in zip(jobs, targets, strict=True)
-            for name, pieces in job.to_read.items()
-            for piece in pieces
-        ]
-        parts.sort(key=lambda part: part[1].num_bytes, reverse=True)  # so that all end together
-        in_parallel(read, parts, _READERS)
+        in_parallel(read, wanted, _READERS)
     return targets
+
+
+def _wanted(jobs: Sequence[_Job]) -> Iterator[tuple[int, Piece, str]]:
+    """What this rank reads: the number of a job, and a piece of a tensor of this name."""
+    for number, job in enumerate(jobs):
+        for name, pieces in job.to_read.items():
+            for piece in pieces.near(_local(job, name, pieces)):
+                yield number, piece, name
+
+
+def _local(job: _Job, name: str, pieces: Pieces) -> Box:
+    """What this rank reads of a tensor."""
+    tensor = job.current.get(name)
+    if isinstance(tensor, DTensor) and tuple(tensor.shape) == pieces.shape:
+        return local_box_of(name, tensor, job.state.cuts_of(name)).box
+    return Box.whole(pieces.shape)
 
 
 def _read_piece(
@@ -211,18 +241,19 @@ def _targets(
 ) -> dict[str, torch.Tensor]:
     """The destination of each tensor: the state's own tensor if it fits, otherwise a new one."""
     targets = {}
-    for name, (piece, *_) in pieces.items():
+    for name, stored in pieces.items():
         tensor = current.get(name)
-        if isinstance(tensor, DTensor) and tensor.dtype != DTYPES[piece.dtype]:
-            tensor = torch.empty_like(tensor, dtype=DTYPES[piece.dtype])  # cut as it is, not whole
-        targets[name] = tensor if tensor is not None and _fits(tensor, piece) else new_tensor(piece)
+        if isinstance(tensor, DTensor) and tensor.dtype != DTYPES[stored.dtype]:
+            tensor = torch.empty_like(tensor, dtype=DTYPES[stored.dtype])  # cut as it is, not whole
+        fits = tensor is not None and _fits(tensor, stored)
+        targets[name] = tensor if tensor is not None and fits else new_tensor(stored)
     return targets
 
 
-def _fits(tensor: torch.Tensor, piece: Piece) -> bool:
+def _fits(tensor: torch.Tensor, stored: Pieces) -> bool:
     if tensor.is_meta:
         return True
-    if tuple(tensor.shape) != piece.shape or tensor.dtype != DTYPES[piece.dtype]:
+    if tuple(tensor.shape) != stored.shape or tensor.dtype != DTYPES[stored.dtype]:
         return False
     if isinstance(tensor, DTensor):
         return True

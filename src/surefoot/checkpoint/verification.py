@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -110,8 +110,8 @@ def verify_weights(folder: Path) -> Report:
     checkpoint = open_checkpoint(folder)
     names = [
         name
-        for name, pieces in checkpoint.manifest.pieces_of_file.items()
-        if checkpoint.manifest.is_adapter and FileRole(role_of(pieces[0].tensor)).is_weights
+        for name in checkpoint.manifest.files
+        if checkpoint.manifest.is_adapter and _has_weights(checkpoint.manifest.pieces_of(name))
     ]
     report.problems.extend(problem for name in names for problem in problems_in(checkpoint, name))
     return report
@@ -156,9 +156,11 @@ def problems_in(
     try:
         if not is_safetensors(name):
             checkpoint.small(name)
+            if (rank := checkpoint.manifest.hash_lists.get(name)) is not None:
+                checkpoint.manifest.written_by(rank)
             return
         with files.raising(CheckpointError), checkpoint.tensors(name) as file:
-            for piece in checkpoint.manifest.pieces_of_file.get(name, ()) if full else ():
+            for piece in checkpoint.manifest.pieces_of(name) if full else ():
                 try:
                     checkpoint.check_stored(file, piece)
                 except CheckpointError as error:
@@ -237,10 +239,15 @@ def _parts_to_check(folder: Path, stack: ExitStack, *, has_weights: bool) -> Ite
         is_read = name != STATE and not is_safetensors(name)
         if is_read and files.size_of(folder / name) is not None:
             checkpoint.small(name)
-    for name, pieces in checkpoint.manifest.pieces_of_file.items() if has_weights else ():
-        if FileRole(role_of(pieces[0].tensor)).is_weights:
+    for name in checkpoint.manifest.files if has_weights else ():
+        if _has_weights(pieces := checkpoint.manifest.pieces_of(name)):
             file = stack.enter_context(checkpoint.tensors(name))
             yield from ((checkpoint, file, piece) for piece in pieces)
+
+
+def _has_weights(pieces: Sequence[Piece]) -> bool:
+    """Whether a file contains those of a network."""
+    return bool(pieces) and FileRole(role_of(pieces[0].tensor)).is_weights
 
 
 def _check(checkpoint: CheckpointFolder, file: TensorFile, piece: Piece) -> None:

@@ -264,7 +264,7 @@ def local_run(place: str, first: int, last: int) -> Path:
     from ..recipe.files import RUN_RECIPE, is_checkpoint
 
     if is_address(place):
-        from ..checkpoint.looking.listing import stores
+        from ..checkpoint.remote import stores
 
         address = Address(place)
         run = default_cache() / f"{address.slug}.replay"

@@ -183,6 +183,6 @@ def local(checkpoint: Path | Address) -> Path:
     """The checkpoint's folder; for a URL, that of its copy in the cache."""
     if isinstance(checkpoint, Path):
         return checkpoint
-    from ..checkpoint.looking.listing import stores
+    from ..checkpoint.remote import stores
 
     return stores().fetch(checkpoint)

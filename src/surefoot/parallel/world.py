@@ -48,6 +48,7 @@ class World:
     patient: dist.ProcessGroup | None = None  # all of them, to wait in for the main one
     local_rank: int = 0  # among the ranks of its machine
     timeout: timedelta = timedelta(minutes=10)  # of collectives
+    is_apart: bool = False  # whether its machines have no folder in common
     progress: Progress = field(default_factory=Progress, compare=False, repr=False)
 
     @property
@@ -59,6 +60,11 @@ class World:
     def is_local_main(self) -> bool:
         """Whether this is the first rank of its machine."""
         return self.local_rank == 0
+
+    @property
+    def first_local_rank(self) -> int:
+        """The rank that is the first one of this machine."""
+        return self.rank - self.local_rank
 
     @property
     def axes(self) -> dict[str, int]:
@@ -223,11 +229,13 @@ class World:
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
-        """Run the block on rank 0, then on the others, which find what it has cached."""
-        if not self.is_main:
+        """Run the block on rank 0, then on the others, which find what it has cached. Without a
+        common folder, the first rank of each machine caches for those of its own."""
+        is_first = self.is_local_main if self.is_apart else self.is_main
+        if not is_first:
             self.wait()
         yield
-        if self.is_main:
+        if is_first:
             self.wait()
 
     def _reduced(self, values: torch.Tensor, how: dist.ReduceOp.RedOpType) -> torch.Tensor:

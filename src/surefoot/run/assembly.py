@@ -8,9 +8,12 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
+from ..checkpoint.apart import Apart
 from ..checkpoint.disk.folder import tokenizer_of
+from ..checkpoint.fetching import is_outline
+from ..checkpoint.saving.listeners import SaveListener
 from ..checkpoint.saving.preparation import WriterGroup
-from ..checkpoint.saving.saver import AsyncSaver, SaveListener
+from ..checkpoint.saving.saver import AsyncSaver
 from ..model import products, weights
 from ..model.numerics import keep_freed_memory, seed_everything, use_deterministic_kernels
 from ..model.tokenizer import with_eos
@@ -59,11 +62,12 @@ def build(
     listeners: Sequence[SaveListener] = (),
     trial: Around | None = None,
     stage_parts: StageParts = AS_IN_THE_RECIPE,
+    apart: Apart | None = None,
 ) -> Trainer:
     """The Trainer of a recipe, with the states of the checkpoint ``resume`` if one is given, and
-    ``stage_parts`` in place of the stage's. ``trial`` is for measurements of speed: it wraps
-    forward and backward, auxiliary models compute nothing, and there are no callbacks except the
-    given ones."""
+    ``stage_parts`` in place of the stage's. Ranks save to one folder, or ``apart`` in a store.
+    ``trial`` is for measurements of speed: it wraps forward and backward, auxiliary models compute
+    nothing, and there are no callbacks except the given ones."""
     start = Start.of(resume, world) if isinstance(resume, Path) else resume
     parts = RunParts.of(recipe, start, world, stage_parts, is_recorded=trial is None)
     prepare_process(parts, world)
@@ -74,9 +78,8 @@ def build(
     columns = ColumnsAhead.of(parts, data, world, is_trial=trial is not None)
     if trial is not None:
         columns.blank()
-    # What needs no policy is computed before the policy is opened, so that the two are never in
-    # memory together. A reference beside the policy is half as much memory again and a third more
-    # work a step, for numbers that never change (docs/decisions/0038).
+    # What needs no policy is computed before it is opened: a reference beside it is half as much
+    # memory again and a third more work a step, for numbers that never change (decisions/0038).
     if not columns.needs_policy:
         columns.compute(world, open_models(parts.models, columns.roles, parts.codec, world))
     policy = open_policy(parts, world, needs_start=columns.needs_policy)
@@ -86,7 +89,7 @@ def build(
         del ahead  # no name keeps what is not needed any more in memory
     others = open_models(parts.models, separate_roles(parts.models, policy), parts.codec, world)
     networks = with_auxiliary(parts.models, policy, others)
-    saver = build_saver(parts, policy, listeners)
+    saver = build_saver(parts, policy, listeners, apart)
     read = read_besides(parts, policy, data)
     end_with_responses(policy, parts.codec)  # the files beside the weights have their own
     trainer = build_trainer(
@@ -117,7 +120,10 @@ def prepare_process(parts: RunParts, world: World) -> None:
 
 
 def build_saver(
-    parts: RunParts, policy: Network, listeners: Sequence[SaveListener] = ()
+    parts: RunParts,
+    policy: Network,
+    listeners: Sequence[SaveListener] = (),
+    apart: Apart | None = None,
 ) -> AsyncSaver:
     """The saver of a run: the folder of its checkpoints, and their companions."""
     world, codec, base = policy.world, parts.codec, parts.base
@@ -128,10 +134,13 @@ def build_saver(
     files |= {} if codec.media is None else codec.media.processor.files
     files |= policy.weights.small_files(base.at_commit(), base.folder, codec.stop_token_ids)
     section, train, start = parts.saves, parts.train, parts.start
+    resumed_from = None if start is None else start.folder
+    if resumed_from is not None and is_outline(resumed_from):
+        resumed_from = train.folder / resumed_from.name  # of which there is one on each machine
     return AsyncSaver(
         train.folder,
         keep=section.rule(),
-        resumed_from=None if start is None else start.folder,
+        resumed_from=resumed_from,
         is_foreign=start is not None and start.writer is not None,
         share=section.share_unchanged,
         in_background=section.async_save,
@@ -146,7 +155,10 @@ def build_saver(
             world.axes,
             world.gathered,
             world.from_main,
+            world.of_stages,
+            is_apart=apart is not None,
         ),
+        apart=apart,
         listeners=listeners,
         beside=(METRICS, LAUNCHES, TENSORBOARD, STEPS, ROWS),
         kind=policy.weights.kind,

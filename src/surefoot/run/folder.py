@@ -16,8 +16,9 @@ from pathlib import Path
 from .. import schema
 from ..checkpoint.disk.commit import clean, committed, named, new_nonce, step_of
 from ..checkpoint.layouts.detection import has_manifest, names_save
-from ..checkpoint.looking.listing import RemoteRun, stores
-from ..checkpoint.saving.saver import RunMirror
+from ..checkpoint.remote import RemoteRun, stores
+from ..checkpoint.saving.apart import wait_for_uploads
+from ..checkpoint.saving.listeners import RunMirror
 from ..checkpoint.section import CheckpointSection
 from ..checkpoint.verification import (
     expect_valid,
@@ -53,6 +54,7 @@ from ..storage.remote import Address, is_address
 from ..training.callback import TrainerCallback
 from ..training.callbacks.launches import forget_stop_request, is_alive, last_heartbeat
 from ..training.section import TrainSection
+from .apart import refuse_apart
 
 logger = logging.getLogger(__name__)
 SizeChoice = Callable[[Recipe, World], int]  # from a recipe and the ranks that train it
@@ -61,6 +63,7 @@ _HANDOVER = 1800.0  # seconds for the last save of the launch before, to a slow 
 _LAST_STEP = 10.0  # seconds; heartbeats then show whether a process of short steps still trains
 _LOOK = 1.0  # seconds between two looks at a heartbeat
 _SIGHT = 20.0  # seconds for a network disk to show a file to another machine
+_GLANCE = 3.0  # the same where a run can do without
 
 
 class RunUploads(TrainerCallback, AbstractContextManager["RunUploads"]):
@@ -84,25 +87,35 @@ class RunFolder:
     """The local folder of a run, and its part in an object store."""
 
     path: Path
-    away: RemoteRun | None = None  # of a run whose output_dir is a URL
+    away: RemoteRun | None = None  # of a run whose output_dir is a URL; on rank 0
+    is_apart: bool = False  # whether ``path`` is another folder on each machine
 
 
 @contextmanager
 def opened(recipe: Recipe, world: World = ALONE) -> Iterator[RunFolder]:
     """The run's folder, created if needed, locked by rank 0 against a second run inside the block.
     Raises ``RunError`` if it cannot be written, another process trains in it, it contains another
-    run, or not all ranks see it, ``StoreError`` if ``output_dir`` is a URL that cannot be used."""
-    folder = recipe.train.folder
-    if world.is_main:
-        is_cache = isinstance(recipe.train.output_dir, Address)
-        _must_take_writes(folder, is_cache=is_cache, shares=recipe.checkpoint.share_unchanged)
+    run, or not all ranks see it, and have no store in common in which this run can be saved, and
+    ``StoreError`` if ``output_dir`` is a URL that cannot be used."""
+    folder, place = recipe.train.folder, recipe.train.output_dir
+    is_cache = isinstance(place, Address)
+    with world.together():
+        if world.is_main or (is_cache and world.is_local_main):
+            _must_take_writes(folder, is_cache=is_cache, shares=recipe.checkpoint.share_unchanged)
     with _locked(folder) if world.is_main else nullcontext():
-        _must_be_shared(folder, world)
-        run = RunFolder(folder)
+        run = RunFolder(folder, is_apart=not _is_shared(folder, world, is_cache=is_cache))
+        if run.is_apart:
+            refuse_apart(recipe.train, recipe.checkpoint, recipe.stage)
+            if world.is_local_main:
+                wait_for_uploads(folder)
+            world.wait()
         if world.is_main:
             forget_stop_request(folder)
             wait_for_orphans(folder)
-            run = RunFolder(folder, _look_away(folder, recipe.train.output_dir, recipe.checkpoint))
+            if isinstance(place, Address):
+                seconds = recipe.checkpoint.remote_seconds
+                away = stores().open_run(place, folder, seconds=seconds, is_apart=run.is_apart)
+                run = replace(run, away=away)
             _refuse_another_run(run, recipe)
         world.wait()
         yield run
@@ -183,10 +196,11 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _must_be_shared(folder: Path, world: World) -> None:
-    """All ranks must see each other's files: each writes its part of every checkpoint there."""
+def _is_shared(folder: Path, world: World, *, is_cache: bool) -> bool:
+    """Whether all ranks see each other's files in the folder. If not, it must be the cache of a run
+    in a store, to which each rank can upload its part of every checkpoint."""
     if world.size == 1:
-        return
+        return True
     # On machines without a common disk, the first save would wait ten minutes for the parts of the
     # others, and fail.
     mark = folder / f".seen.{world.from_main(new_nonce())}"
@@ -194,25 +208,19 @@ def _must_be_shared(folder: Path, world: World) -> None:
         with raising(RunError, f"train.output_dir: cannot write in {folder}"):
             write_new(mark, b"")
     world.wait()
-    deadline = time.monotonic() + _SIGHT
+    deadline = time.monotonic() + (_GLANCE if is_cache else _SIGHT)
     while not (is_seen := mark.exists()) and time.monotonic() < deadline:
         time.sleep(0.1)
     (blind,) = world.largest([0.0 if is_seen else float(world.rank)])
     if world.is_main:
         mark.unlink(missing_ok=True)
-    if blind:
+    if blind and not is_cache:
         raise RunError(
             f"rank {blind:.0f} does not see the folder {folder} of rank 0. If a run spans "
-            "several machines, these must share a disk: choose a folder on it as "
-            "train.output_dir, or as train.cache_dir if train.output_dir is a URL"
+            "several machines, these must share a disk: choose a folder on it, or set "
+            "train.output_dir to the URL of a bucket (s3://..., gs://...), which is enough"
         )
-
-
-def _look_away(folder: Path, place: Path | Address, section: CheckpointSection) -> RemoteRun | None:
-    """The part of the run in an object store."""
-    if not isinstance(place, Address):
-        return None
-    return stores().open_run(place, folder, seconds=section.remote_seconds)
+    return not blind
 
 
 def _refuse_another_run(folder: RunFolder, recipe: Recipe) -> None:
@@ -300,11 +308,13 @@ def _known_size(folder: RunFolder) -> int | None:
     return None if size == "auto" else size
 
 
-def begun(folder: RunFolder, recipe: Recipe) -> tuple[Path | None, RunMirror | None]:
+def begun(
+    folder: RunFolder, saves: CheckpointSection, train: TrainSection
+) -> tuple[Path | None, RunMirror | None]:
     """Where a run begins (``resume_point``), and what uploads it from there on, if it is stored in
     a bucket."""
     while True:
-        start = resume_point(folder, recipe.checkpoint, recipe.train)
+        start = resume_point(folder, saves, train)
         if folder.away is None:
             return start, None
         if (mirror := folder.away.mirror(start)) is not None:
@@ -392,6 +402,11 @@ def _requested_checkpoint(
     remote = Address(resume)
     if folder.away is not None and remote.parent == folder.away.address:
         return folder.away.get(remote.name)
+    if folder.is_apart:
+        raise RunError(
+            f"checkpoint.resume: {resume} is of another run, and the machines of this one have no "
+            "folder in common: copy it to the same path on each machine, and name that path"
+        )
     return stores().fetch(remote, cache_dir, seconds=section.remote_seconds)
 
 

@@ -15,14 +15,15 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from ..batch import Probe, without_labels
-from ..checkpoint.loading import load as load_checkpoint
+from ..checkpoint.disk.commit import step_of
+from ..checkpoint.fetching import is_outline
 from ..checkpoint.section import CheckpointSection
 from ..data.order.micro_batches import Collation
 from ..data.section import DataSection
 from ..data.text.codec import Codec
 from ..data.text.collation import collate
 from ..data.training_data import AnyData, Encoding
-from ..errors import RecipeError
+from ..errors import DamagedFileError, RecipeError
 from ..generate.section import GenerateSection
 from ..log import fell_back
 from ..model.base_identity import BaseModel
@@ -46,11 +47,13 @@ from ..recipe.recipe_data import (
 )
 from ..storage.files import digest
 from ..training.precompute import model_of
+from ..training.restoring import restore
 from ..training.section import TrainSection
 from ..training.stage import Stage, longest_row
 from ..training.trainer import Trainer
 from ..training.views import Shown
 from ._encoder_worker import EncoderWorker
+from .apart import DamagedStartError
 from .bases import find_bases
 from .code_files import NAME as CODE
 from .code_files import check_code, code_of
@@ -104,7 +107,12 @@ class Start:
         if self.writer is not None:
             self.writer.load(folder, trainer, base=base, trust_pickle=trust)
         else:
-            load_checkpoint(folder, trainer.states, is_verified=self.is_verified)
+            try:
+                restore(folder, trainer.states, trainer.world, is_verified=self.is_verified)
+            except DamagedFileError as error:
+                if not is_outline(folder):
+                    raise
+                raise DamagedStartError(step_of(folder), str(error)) from None
         trainer.policy.trained.check(trainer.state.global_step)
         logger.info("resuming from %s at step %d", folder.name, trainer.state.global_step)
 

@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from signal import Signals
 from typing import Any, TypeAlias
@@ -17,10 +18,10 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from .. import schema
-from ..checkpoint.loading import load as load_checkpoint
-from ..checkpoint.looking.listing import stores
+from ..checkpoint.fetching import is_outline
+from ..checkpoint.remote import stores
 from ..checkpoint.verification import verify_checkpoint
-from ..errors import CheckpointError, RecipeError, RunError, similar
+from ..errors import CheckpointError, DamagedFileError, RecipeError, RunError, similar
 from ..model.loading import device
 from ..model.section import ModelSection
 from ..parallel.progress import UPLOADING
@@ -34,13 +35,18 @@ from ..storage.remote import Address
 from ..training.callback import Record, TrainerCallback, TrainerState, all_made
 from ..training.callbacks.metric_files import METRICS, restore
 from ..training.evaluation import EVALUATION, check_metric, first_window, speeds
+from ..training.restoring import readable
+from ..training.restoring import restore as load_stored
+from ..training.section import TrainSection
 from ..training.trainer import Trainer
 from ..training.views import Shown
 from ._launch import recorded
+from .apart import DamagedStartError, start_of
 from .assembly import build as build  # noqa: PLC0414 - part of what a run is, from Python
 from .card import write_card
 from .code_files import try_rewards
 from .folder import (
+    RunFolder,
     SizeChoice,
     begun,
     no_choice,
@@ -183,7 +189,15 @@ def run(
         # So is a function that is not there.
         world.on_main(lambda: try_rewards(recipe.stage, recipe.data, recipe))
         recipe = located(recipe, world)
-        outcome = _run(recipe, world, callbacks, trust_pickle, parts, choose, command, began)
+        order = _Order(
+            callbacks=callbacks,
+            trust_pickle=trust_pickle,
+            parts=parts,
+            choose=choose,
+            command=command,
+            began=began,
+        )
+        outcome = _run(recipe, world, order)
         # srun --kill-on-bad-exit and torchrun end all ranks when one exits with 143, as after a
         # signal all do: rank 0 may still have to commit, or to upload.
         world.wait()
@@ -210,58 +224,81 @@ def located(recipe: Recipe, world: World) -> Recipe:
         return settled(recipe, find_base(recipe, weights=False))
 
 
-def _run(
-    recipe: Recipe,
-    world: World,
-    callbacks: Sequence[object],
-    trust_pickle: bool,
-    parts: StageParts,
-    choose: SizeChoice,
-    command: str | None,
-    began: float,
-) -> Outcome:
+@dataclass(frozen=True, kw_only=True)
+class _Order:
+    """How a run is launched, beside its recipe: what ``run`` was given."""
+
+    callbacks: Sequence[object]
+    trust_pickle: bool
+    parts: StageParts
+    choose: SizeChoice
+    command: str | None
+    began: float
+
+
+def _run(recipe: Recipe, world: World, order: _Order) -> Outcome:
     with opened(recipe, world) as folder:
+        world = replace(world, is_apart=folder.is_apart)
         is_chosen = recipe.train.micro_batch_size == "auto"
-        recipe = with_chosen_size(recipe, folder, world, choose)
-        start = mirror = None
-        if world.is_main:
-            refuse_output_dir(folder.path)
-            start, mirror = begun(folder, recipe)
-        start = world.from_main(start)
-        settings = schema.write(recipe)
-        with recorded(
-            folder.path, recipe.train, settings, world, start, command=command, began=began
-        ) as launch:
-            uploads = uploads_of(recipe.train) if world.is_main else None
-            trainer = build(
-                recipe,
-                callbacks=(*callbacks, *launch.callbacks, *([] if uploads is None else [uploads])),
-                resume=start
-                and Start.of(start, world, trust_pickle=trust_pickle, is_verified=True),
-                world=world,
-                listeners=() if mirror is None else (mirror,),
-                stage_parts=parts,
-            )
-            launch.follow(trainer, settings_of_launches(recipe))
-            for each in callbacks:
-                if isinstance(each, LoopFollower):
-                    each.follow(trainer)
-            tries_heaviest = is_chosen and start is None and device().type == "cuda"
-            with ExitStack() as if_it_fails:
-                # It holds the folder open: a disk on which nothing could be written stays busy.
-                if_it_fails.callback(trainer.saver.close)
-                if world.is_main:
-                    write_recipe(folder, dump(recipe))
-                    if start is not None:  # a smaller keep makes room before a save
-                        trainer.saver.delete_old(**trainer.ranking)
-                if_it_fails.pop_all()
-            with mirror or nullcontext(), uploads or nullcontext(), launch.before_uploads():
-                outcome = _fit(trainer, tries_heaviest=tries_heaviest)
-                launch.ended(outcome.state, outcome.signal)
-                world.progress.enter(UPLOADING)  # also at the end of the blocks
-                if uploads is not None:
-                    uploads.finish(is_complete=trainer.state.is_complete)
-                return outcome
+        recipe = with_chosen_size(recipe, folder, world, order.choose)
+        while True:
+            try:
+                return _launched(recipe, folder, world, order, is_chosen=is_chosen)
+            except DamagedStartError as error:
+                logger.warning("checkpoint-%d is skipped: %s", error.step, error)
+                if folder.away is not None:
+                    folder.away.give_up(error.step)
+
+
+def _launched(
+    recipe: Recipe, folder: RunFolder, world: World, order: _Order, *, is_chosen: bool
+) -> Outcome:
+    """Train from the latest checkpoint on. Raises ``DamagedStartError`` if another one is to be
+    looked for."""
+    start = mirror = apart = None
+    if world.is_main:
+        refuse_output_dir(folder.path)
+        start, mirror = begun(folder, recipe.checkpoint, recipe.train)
+        apart = folder.away.apart() if folder.away and folder.is_apart else None
+    start, apart = world.from_main((start, apart))
+    if apart is not None:
+        apart = replace(apart, folder=str(folder.path.absolute()))  # it was rank 0's
+        start = start_of(start, apart, world)
+    settings = schema.write(recipe)
+    record = partial(recorded, command=order.command, began=order.began)
+    with record(folder.path, recipe.train, settings, world, start) as launch:
+        uploads = uploads_of(recipe.train) if world.is_main else None
+        others = () if uploads is None else (uploads,)
+        trainer = build(
+            recipe,
+            callbacks=(*order.callbacks, *launch.callbacks, *others),
+            resume=start
+            and Start.of(start, world, trust_pickle=order.trust_pickle, is_verified=True),
+            world=world,
+            listeners=() if mirror is None else (mirror,),
+            stage_parts=order.parts,
+            apart=apart,
+        )
+        launch.follow(trainer, settings_of_launches(recipe))
+        for each in order.callbacks:
+            if isinstance(each, LoopFollower):
+                each.follow(trainer)
+        tries_heaviest = is_chosen and start is None and device().type == "cuda"
+        with ExitStack() as if_it_fails:
+            # It holds the folder open: a disk on which nothing could be written stays busy.
+            if_it_fails.callback(trainer.saver.close)
+            if world.is_main:
+                write_recipe(folder, dump(recipe))
+                if start is not None:  # a smaller keep makes room before a save
+                    trainer.saver.delete_old(**trainer.ranking)
+            if_it_fails.pop_all()
+        with mirror or nullcontext(), uploads or nullcontext(), launch.before_uploads():
+            outcome = _fit(trainer, tries_heaviest=tries_heaviest)
+            launch.ended(outcome.state, outcome.signal)
+            world.progress.enter(UPLOADING)  # also at the end of the blocks
+            if uploads is not None:
+                uploads.finish(is_complete=trainer.state.is_complete)
+            return outcome
 
 
 def _fit(trainer: Trainer, *, tries_heaviest: bool = False) -> Outcome:
@@ -276,7 +313,7 @@ def _fit(trainer: Trainer, *, tries_heaviest: bool = False) -> Outcome:
         )
         if trainer.world.is_main:
             restore(trainer.section.folder / METRICS, state.log_history)
-            _load_best(trainer)
+        _load_best(trainer)
         trainer.saver.close()
         return outcome_of(trainer)
     newest, last = trainer.saver.newest, trainer.saver.path_of(state.global_step)
@@ -402,10 +439,11 @@ def finish(trainer: Trainer) -> None:
     """Write ``all_results.json`` and the model card; load the best weights if the recipe says
     so."""
     state, section = trainer.state, trainer.section
-    is_cut_short = trainer.signal is not None and not state.is_complete
-    if is_cut_short or not trainer.world.is_main:
+    if trainer.signal is not None and not state.is_complete:
         return
     best = _load_best(trainer)
+    if not trainer.world.is_main:
+        return
     steps = max(1, state.global_step - state.num_skipped_steps)
     evaluations = [record for record in state.log_history if "eval_loss" in record]
     results: dict[str, object] = {
@@ -448,21 +486,36 @@ def _counts(trainer: Trainer) -> dict[str, int]:
 
 
 def _load_best(trainer: Trainer) -> int | None:
-    """Load the best weights if the recipe says so; the step of the best checkpoint."""
+    """Load the best weights on all ranks if the recipe says so; the step of the best
+    checkpoint. A collective call."""
     state, section = trainer.state, trainer.section
     best = state.best_global_step
-    if section.load_best_model_at_end and best is not None:
-        weights = ["model", *trainer.policy.network.head_weights]
-        folder = trainer.saver.path_of(best)
-        if not is_folder(folder) and isinstance(section.output_dir, Address):
-            folder = stores().fetch(section.output_dir.inside(folder.name), section.cache_dir)
-        report = verify_checkpoint(folder, full=True)  # before anything is read into place
-        if not report.ok:
-            why = report.problems[0]
-            logger.warning("the run ends with its last weights, not with the best ones: %s", why)
-            return None
-        load_checkpoint(folder, trainer.states, only=weights, is_verified=True)
-        logger.info(
-            "best: checkpoint-%d, %s %.4g", best, section.metric_for_best_model, state.best_metric
-        )
+    if not section.load_best_model_at_end or best is None:
+        return best
+    weights = ["model", *trainer.policy.network.head_weights]
+    folder, problem = readable(trainer.saver, trainer.saver.path_of(best), trainer.world), None
+    if not is_outline(folder):
+        folder, problem = trainer.world.on_main(partial(_verified, folder, section))
+    if problem is None:
+        try:
+            load_stored(folder, trainer.states, trainer.world, only=weights, is_verified=True)
+        except DamagedFileError as error:
+            problem = str(error)
+    if problem is not None:
+        if trainer.world.is_main:
+            why = "the run ends with its last weights, not with the best ones: %s"
+            logger.warning(why, problem)
+        return None
+    logger.info(
+        "best: checkpoint-%d, %s %.4g", best, section.metric_for_best_model, state.best_metric
+    )
     return best
+
+
+def _verified(folder: Path, section: TrainSection) -> tuple[Path, str | None]:
+    """The folder of a checkpoint, downloaded if it is only in a store, and what is wrong with it,
+    before anything of it is read into place."""
+    if not is_folder(folder) and isinstance(section.output_dir, Address):
+        folder = stores().fetch(section.output_dir.inside(folder.name), section.cache_dir)
+    report = verify_checkpoint(folder, full=True)
+    return folder, None if report.ok else report.problems[0]

@@ -178,6 +178,12 @@ class File:
                 # full.
                 os.ftruncate(self._descriptor, length)
 
+    def extend(self, length: int) -> None:
+        """Make it at least that long. What was not written takes no space, and is read as zeros."""
+        with _naming(self.path):
+            if os.fstat(self._descriptor).st_size < length:
+                os.ftruncate(self._descriptor, length)
+
     def write_at(self, offset: int, data: bytes | memoryview) -> None:
         """Write all of ``data`` at ``offset``."""
         view, done = memoryview(data), 0

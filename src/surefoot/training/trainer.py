@@ -15,7 +15,6 @@ from typing import Any
 from ..batch import Window
 from ..checkpoint.disk.commit import step_of
 from ..checkpoint.disk.strict_json import finite
-from ..checkpoint.loading import load
 from ..checkpoint.saving.saver import AsyncSaver
 from ..checkpoint.state.roles import MODEL, Stateful
 from ..checkpoint.state.states import RandomState
@@ -36,6 +35,7 @@ from .evaluation import (
     settle_best,
     speeds,
 )
+from .restoring import readable, restore
 from .section import TrainSection
 from .stage import POLICY, Stage
 from .step import (
@@ -381,7 +381,8 @@ class Trainer:
             raise give_up(what, section, newest, skipped=state.num_skipped_steps)
         # Kept aside: what is loaded knows only of those that were left out before it was saved.
         skipped = [*state.skipped_windows, taken.place]
-        load(newest, self.states)  # which knows only those that were left out before it
+        # Which knows only those that were left out before it.
+        restore(readable(self.saver, newest, self.world), self.states, self.world)
         self.settle_best()
         self.windows.memory.recall(state.global_step)
         state.skipped_windows = skipped

@@ -12,7 +12,7 @@ from ..checkpoint.disk.commit import named, step_of
 from ..checkpoint.layouts.detection import detect_layout, open_weights
 from ..checkpoint.layouts.layout import AS_STORED, Reading
 from ..checkpoint.layouts.opening import has_opener, open_named
-from ..checkpoint.looking.listing import stores
+from ..checkpoint.remote import stores
 from ..checkpoint.verification import verify
 from ..errors import CheckpointError, ModelError, RecipeError, counted
 from ..model.loading import fetch

@@ -118,6 +118,7 @@ class Server:
         """Nothing goes wrong from now on."""
         self.rule, self.count = lambda method, path, count: None, 0
         self.is_strict, self.refused = False, []
+        self.cannot_copy, self.copied = False, []
 
     def close(self):
         self._http.shutdown()
@@ -127,6 +128,11 @@ class Server:
         if OURS in environ:
             return self._s3(environ, start_response)
         self.count += 1
+        if "HTTP_X_AMZ_COPY_SOURCE" in environ:
+            self.copied.append(environ["PATH_INFO"])
+        if self.cannot_copy and "HTTP_X_AMZ_COPY_SOURCE" in environ:
+            start_response("501 Not Implemented", [("Content-Type", "application/xml")])
+            return [b"<Error><Code>NotImplemented</Code><Message>no</Message></Error>"]
         if self.is_strict and (why := not_of_the_gateway(environ)):
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             self.refused.append((environ["REQUEST_METHOD"], environ["PATH_INFO"], why))

@@ -2,6 +2,7 @@
 
 import pytest
 
+from checkpoint.gridded import gridded
 from checkpoint.sample import blank, same, sample_states
 from surefoot.checkpoint.disk import strict_json
 from surefoot.checkpoint.loading import load
@@ -21,10 +22,15 @@ from surefoot.storage.remote import Address
 URL = Address("memory://runs/tiny")
 
 
-@pytest.fixture
-def store(memory, tmp_path):
-    made = Store(URL)
-    upload(made, save(tmp_path / "from", 3, sample_states(), writers=WriterGroup("distributed")))
+@pytest.fixture(params=["pieces", "rules"])
+def store(memory, tmp_path, request):
+    made, source = Store(URL), tmp_path / "from"
+    if request.param == "rules":
+        whole, axes = save(source, 3, sample_states()), {"dp_shard": 2, "tp": 1}
+        saved = gridded(whole, tmp_path / "many/checkpoint-3", axes, stage_of=lambda _: 0)
+    else:
+        saved = save(source, 3, sample_states(), writers=WriterGroup("distributed"))
+    upload(made, saved)
     return made
 
 

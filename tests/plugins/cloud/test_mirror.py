@@ -9,7 +9,8 @@ from damage import flip
 from surefoot.checkpoint.saving.preparation import WriterGroup, save
 from surefoot.errors import CheckpointError, RunError
 from surefoot.plugins.cloud.checkpoints import Contents, run_id
-from surefoot.plugins.cloud.mirror import Mirror
+from surefoot.plugins.cloud.lineage import StoredLaunch
+from surefoot.plugins.cloud.mirror import Mirror, Uploader
 from surefoot.plugins.cloud.remote_run import STORES
 from surefoot.plugins.cloud.store import Store
 from surefoot.storage.remote import Address
@@ -145,3 +146,38 @@ def test_a_run_is_known_by_its_id_on_every_machine(store, tmp_path):
     run_id(tmp_path / "c")  # the copy of another run
     with pytest.raises(RunError, match=r"another run is stored there than .*/c; set another"):
         STORES.open_run(URL, tmp_path / "c", seconds=0)
+
+
+def test_the_files_of_a_run_are_those_of_the_latest_launch_that_has_sent_all(store, tmp_path):
+    launches = {1: StoredLaunch(1), 2: StoredLaunch(2, ((4, 1),)), 3: StoredLaunch(3, ((4, 1),))}
+    names = ["checkpoint-4/manifest.json", ".run-id", "recipe.yaml", "metrics.jsonl", "loss.png"]
+
+    def of_the_run(*more):
+        return Contents(dict.fromkeys([*names, *more], 1), launches).of_the_run
+
+    first = {name: name for name in ("recipe.yaml", "metrics.jsonl", "loss.png")}
+    assert of_the_run() == first
+    second = ["launch-2/metrics.jsonl", "launch-2/launches.jsonl"]
+    assert of_the_run(*second) == first, "the third continues the first"
+    assert of_the_run(*second, "launch-3/metrics.jsonl") == first, "not all are there"
+    third = ["launch-3/metrics.jsonl", "launch-3/launches.jsonl"]
+    expected = {name.removeprefix("launch-3/"): name for name in third}
+    assert of_the_run(*second, *third) == expected
+    launches[3] = StoredLaunch(3, ((4, 1), (6, 2)))
+    base = "checkpoint-6.launch-2/manifest.json"
+    assert of_the_run(*second, base) == {n.removeprefix("launch-2/"): n for n in second}
+
+
+def test_the_record_is_sent_last_so_that_all_files_are_there(store, tmp_path, monkeypatch):
+    order = []
+    monkeypatch.setattr(store, "write", lambda name, data: order.append(name))
+    for name in ("launches.jsonl", "zero.txt", "a.txt"):
+        (tmp_path / name).write_text("")
+    for other in ("checkpoint-9", "launch-4", ".aside"):
+        (tmp_path / other).mkdir()
+        (tmp_path / other / "file").write_text("")
+    Uploader(store, tmp_path, 3).serve(
+        {"upload": None, "replace": False, "forget": [], "run_files": True}
+    )
+    assert sorted(order) == ["launch-3/a.txt", "launch-3/launches.jsonl", "launch-3/zero.txt"]
+    assert order[-1] == "launch-3/launches.jsonl"

@@ -19,6 +19,7 @@ import commands
 from project import Project, assert_same, checkpoints, losses, start
 from surefoot.checkpoint.verification import verify
 from surefoot.cli.main import main
+from surefoot.cli.replay import local_run
 from surefoot.errors import CheckpointError, RunError, SurefootError
 from surefoot.plugins.cloud.mirror import LOCK
 from surefoot.plugins.cloud.remote_run import STORES
@@ -26,6 +27,8 @@ from surefoot.recipe.recipe import load
 from surefoot.run.training_run import run
 from surefoot.storage.remote import Address
 from surefoot.use import locate
+
+from . import stores
 
 # A run of which every third request fails meets the others.
 PROOF = [pytest.param(fault, marks=pytest.mark.proof) for fault in ("drop", 503)]
@@ -106,7 +109,7 @@ def test_a_run_in_s3_goes_on_on_a_fresh_machine_to_the_bit(project, whole, bucke
     assert bucket.committed() == [4, 6]
     assert_is(folder, whole)
     assert {"recipe.yaml", "metrics.jsonl", "loss.png", "all_results.json"} <= set(bucket.names())
-    assert bucket.get("metrics.jsonl") == (folder / "metrics.jsonl").read_bytes()
+    assert bucket.get("launch-2/metrics.jsonl") == (folder / "metrics.jsonl").read_bytes()
 
 
 def test_a_run_behind_the_gateway_of_the_hub_goes_on(project, whole, bucket, server, tmp_path):
@@ -266,6 +269,71 @@ def test_a_launch_that_wakes_up_late_changes_nothing(
     assert_is(again, whole)
     code = CliRunner().invoke(main, ["ckpt", "verify", f"{bucket.url}/checkpoint-4"]).exit_code
     assert code == 0
+
+
+@pytest.fixture(scope="module")
+def overtaken(project, running, tmp_path_factory):
+    """The URL of a run whose first launch has written its metrics once more, behind its last look,
+    when the second one had ended."""
+    folder, bucket = tmp_path_factory.mktemp("overtaken"), stores.Bucket(running.port)
+    running.is_well()
+    given = ["checkpoint.save_steps=2", "train.max_steps=4", f"train.output_dir={bucket.url}"]
+    with pytest.MonkeyPatch.context() as patch:
+        stores.point_at(patch, running.port)
+        train(project, bucket.url, folder / "one", checkpoint__save_steps=2, train__max_steps=2)
+        held, seen = Held(running, "PUT", "runs/tiny/metrics.jsonl"), []
+        holds = running.rule
+
+        def rule(method, path, count):
+            if method == "PUT" and path.endswith("runs/tiny/metrics.jsonl"):
+                seen.append(path)
+                return holds(method, path, count) if len(seen) == 1 else None
+            return None
+
+        running.rule = rule
+        late = start("train", project.recipe, *given, f"train.cache_dir={folder / 'one'}")
+        assert held.came.wait(60)
+        train(project, bucket.url, folder / "two", checkpoint__save_steps=2)
+        before = {name: bucket.get(name) for name in bucket.names() if "launch-2" in name}
+        held.go.set()
+        _, err = late.communicate(timeout=120)
+    running.is_well()
+    assert "has taken over this run from step 2" in err
+    assert before == {name: bucket.get(name) for name in before}
+    steps = [json.loads(line)["step"] for line in bucket.get("metrics.jsonl").splitlines()]
+    assert max(steps) == 4, "it was written late"
+    return bucket.url
+
+
+def opened(project, url, folder):
+    """The recipe comes first."""
+    stored = STORES.open_run(Address(url), folder / "run", seconds=5)
+    assert load(folder / "run" / "recipe.yaml").train.max_steps == 6
+    stored.get("checkpoint-6")
+    return folder / "run"
+
+
+READERS = {  # what writes comes last
+    "a launch from one of its checkpoints": lambda project, url, folder: train(
+        project,
+        folder / "run",
+        folder,
+        checkpoint__resume=f"{url}/checkpoint-6",
+        train__max_steps=8,
+    ),
+    "an opened run": opened,
+    "a replay": lambda project, url, folder: local_run(url, 6, 6),
+    "a launch on another machine": lambda project, url, folder: train(project, url, folder),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_each_reader_takes_the_files_of_the_launch_that_counts(
+    project, whole, server, overtaken, tmp_path, monkeypatch, reader
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    found = losses(READERS[reader](project, overtaken, tmp_path))
+    assert {step: loss for step, loss in found.items() if step <= 6} == losses(whole)
 
 
 def test_a_machine_that_comes_back_after_another_took_over_continues_that_one(

@@ -64,6 +64,8 @@ def test_what_is_printed_is_what_the_program_gets_and_its_exit_code_is_that_of_t
     assert (tmp_path / "given").read_text() == document
     assert "slurm: 2 nodes without GPUs, 2 ranks" in done.stderr
     assert f"all nodes must see {project.run} on one disk" in done.stderr
+    stored = run(*words, "train.output_dir=s3://bucket/run", "--dry-run")
+    assert (stored.exit_code, "one disk" in stored.stderr) == (0, False)
 
 
 def test_a_program_that_is_not_there_is_named(project, monkeypatch):

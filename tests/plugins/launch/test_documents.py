@@ -184,22 +184,30 @@ def test_kubernetes_refuses_a_run_that_its_pods_would_lose(recipes):
     for place in ("/home/me/run", "../run", "/work/../run"):
         said = refused("kubernetes", output_dir=place, settings=IMAGE)
         assert "set train.output_dir=/work/runs/first" in said
-    said = refused("kubernetes", output_dir="s3://bucket/run", nodes=2, settings=IMAGE)
-    assert "train.cache_dir: not set" in said
+    cache = {"output_dir": "s3://bucket/run", "cache_dir": "/home/me"}
+    said = refused("kubernetes", **cache, nodes=2, settings=IMAGE)
+    assert "train.cache_dir: /home/me, but the pods" in said
     said = refused("kubernetes", settings={**IMAGE, "grace_seconds": "60"})
     assert "expected a whole number from 61, got '60'" in said
 
 
 def test_skypilot_refuses_a_run_that_is_lost_with_its_machine(recipes):
     assert "s3://bucket/run, or with --set volume=NAME /mnt/runs/first" in refused("skypilot")
-    said = refused("skypilot", output_dir="s3://bucket/run", nodes=2)
-    assert "2 machines need one disk" in said
+    said = refused("skypilot", nodes=2)
+    assert said.startswith("train.output_dir: runs/first is on the disk of the machine")
+    assert "a URL such as s3://bucket/run, or with --set volume=NAME /mnt/runs/first" in said
     said = refused("skypilot", output_dir="runs/first", settings={"volume": "runs"})
     assert "set it to /mnt/runs/first" in said
-    said = refused("skypilot", output_dir="s3://b/run", nodes=2, settings={"volume": "runs"})
-    assert said.startswith("train.cache_dir: not set")
     said = refused("skypilot", output_dir="s3://bucket/run", gpus=8)
     assert "--set accelerators=... is missing" in said
+
+
+@pytest.mark.parametrize("engine", ["skypilot", "kubernetes", "slurm"])
+def test_several_machines_need_no_common_disk_for_a_run_in_a_store(recipes, engine):
+    settings = {"skypilot": {"setup": "true"}, "kubernetes": IMAGE, "slurm": {}}[engine]
+    usual = {"recipe": Path("recipe.yaml"), "name": "first", "output_dir": "s3://bucket/run"}
+    module = import_module(f"surefoot.plugins.launch.{engine}")
+    assert "2" in module.document(LaunchRequest(**usual, nodes=2, settings=settings))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -11,6 +11,7 @@ import pytest
 from project import Project, checkpoints
 from surefoot.errors import LostPeerError, RunError
 from surefoot.recipe.recipe import dump, load
+from surefoot.storage.remote import Address
 from surefoot.training.callbacks.launches import STOP
 
 
@@ -91,12 +92,40 @@ def test_a_run_that_ray_has_given_up_may_be_started_again(on_ray, tmp_path):
         on_ray.RayDriver(tmp_path).fit(SimpleNamespace(fit=fit))
 
 
-def test_a_run_in_a_store_needs_a_folder_that_all_nodes_see(on_ray, project):
+def test_a_signal_to_the_driver_is_a_request_in_the_store_of_the_run(on_ray, tmp_path, monkeypatch):
+    monkeypatch.setattr(on_ray, "_AGAIN", 0.0)
+    asked = []
+
+    def stop(address, *, wait):
+        asked.append((address, wait))
+        if len(asked) == 1:
+            raise RunError("no run is stored there")
+        return iter(["requested"])
+
+    monkeypatch.setattr(on_ray, "stores", lambda: SimpleNamespace(stop=stop))
+    driver = on_ray.RayDriver(tmp_path, Address("s3://bucket/run"))
+
+    def until():
+        if driver.received is None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)
+        return len(asked) > 1
+
+    assert driver.fit(fitting(until, {"step": 3})) == {"step": 3}
+    assert asked[:2] == [("s3://bucket/run", False)] * 2
+    assert not (tmp_path / STOP).exists()
+
+
+def test_the_files_of_ray_are_beside_those_of_the_run(on_ray, project):
     from surefoot.plugins.launch.request import LaunchRequest
 
     usual = {"recipe": project.recipe, "name": "first"}
-    with pytest.raises(RunError, match=r"train\.cache_dir: not set; all nodes must see"):
-        on_ray.document(LaunchRequest(**usual, output_dir="s3://bucket/run"))
+    shown = on_ray.document(LaunchRequest(**usual, output_dir="s3://bucket/run", nodes=2))
+    assert "storage_path: s3://bucket/run/.ray" in shown
+    with pytest.raises(
+        RunError, match=r"--set storage=\.\.\. is missing: Ray cannot keep .* sftp://"
+    ):
+        on_ray.document(LaunchRequest(**usual, output_dir="sftp://bucket/run"))
     shown = on_ray.document(LaunchRequest(**usual, output_dir="/run", min_nodes=1, nodes=2, gpus=1))
     assert "num_workers: [1, 2]" in shown
     assert "GPU: 1" in shown

@@ -19,14 +19,15 @@ from ...storage import files
 from ...storage.memory import only_new_collected
 from ..disk.commit import clean_leftovers, refuse_existing, step_of
 from ..disk.folder import CheckpointFolder, FolderWeights, open_checkpoint, places
-from ..disk.manifest import Kind, Layout, Manifest, is_safetensors
+from ..disk.grid import RANK_FOLDER
+from ..disk.manifest import Kind, Layout, Manifest
 from ..disk.tensorfile import plan_save
 from ..float32_weights import kept_in_float32
 from ..layouts.detection import expect_layout
 from ..layouts.layout import Native
 from ..saving._balancing import LocalTensor, shared_out
 from ..saving._writing import Job, Saved, Shard, write
-from ..saving.preparation import RANK_FOLDER, indexes, now, still_in, versions
+from ..saving.preparation import indexes, now, still_in, versions
 from ..sources import FolderSource, Progress, Renamed, TensorSource, cast, described, fill, silent
 from ..state.roles import MODEL, FileRole
 
@@ -84,7 +85,7 @@ def reshard(
     is_cast = {r: s for r, s in sources.items() if FileRole(r).is_weights}
     sources |= {role: cast(source, dtype, kept) for role, source in is_cast.items()}
     shards = list(shards_of(sources, manifest.kind, layout, mesh, max_shard_size))
-    names = [n for n in manifest.files if not is_safetensors(n) and not n.endswith(_INDEX)]
+    names = [name for name in manifest.companions if not name.endswith(_INDEX)]
     small = {name: checkpoint.small(name) for name in names}
     if dtype is not None and _CONFIG in small:
         small[_CONFIG] = with_dtype(small[_CONFIG], dtype)
@@ -250,3 +251,6 @@ class _SourceContent:
 
     def hash(self, shard: Shard, name: str) -> str:
         raise AssertionError(name)  # nothing is shared with a parent
+
+    def blocks(self, shard: Shard, name: str, size: int) -> list[str]:
+        raise AssertionError(name)  # one process writes pieces

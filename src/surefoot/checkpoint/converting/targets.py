@@ -28,7 +28,7 @@ from ...storage.weight_files import adapter_names, is_adapted
 from ..disk import strict_json
 from ..disk.commit import named, new_folder, write_small
 from ..disk.folder import ADAPTER_CONFIG, DISTRIBUTED, companions_of, open_checkpoint
-from ..disk.manifest import Kind, Layout, is_safetensors
+from ..disk.manifest import Kind, Layout
 from ..disk.tensorfile import Hashes, plan_save
 from ..float32_weights import kept_in_float32, none_kept
 from ..layouts.detection import detect_layout, has_manifest, model_near, small_file
@@ -218,8 +218,7 @@ def refuse_adapter(folder: Path, source: TensorSource) -> None:
 def adapter_files(folder: Path) -> dict[str, bytes]:
     """The companions of an adapter, without the files of the run that trained it."""
     if has_manifest(folder):
-        saved_names = open_checkpoint(folder).manifest.files.keys() - _OF_RUN
-        names = [name for name in saved_names if not is_safetensors(name)]
+        names = [n for n in open_checkpoint(folder).manifest.companions if n not in _OF_RUN]
     else:
         names = [ADAPTER_CONFIG, *companions_of(folder, folder)]
     contents = {name: small_file(folder, name) for name in sorted(names)}

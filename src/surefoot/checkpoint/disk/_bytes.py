@@ -17,7 +17,7 @@ from ...parallel.progress import wait_for_ranks
 from ...parallel.sharding import Box
 from ...storage import files
 from ...storage.parallel_work import ByteStream
-from .manifest import Piece
+from .manifest import Pieces
 from .tensorfile import FilePlan, TensorEntry, TensorFile, ranges_of
 
 DTYPES = {
@@ -107,6 +107,20 @@ def write_tensor(
     return digest.hexdigest()
 
 
+def block_hashes(tensor: torch.Tensor, size: int) -> list[str]:
+    """The hash of each ``size`` bytes of the tensor's values in row-major order."""
+    digests, room = list[files.Hash](), 0
+    for part in _dense_parts(tensor.detach()):
+        data = raw(part)
+        while len(data):
+            if not room:
+                digests.append(files.Hash())
+                room = size
+            digests[-1].update(data[:room])
+            data, room = data[room:], max(0, room - len(data))
+    return [digest.hexdigest() for digest in digests]
+
+
 def _dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensor as contiguous CPU tensors in row-major order; copied block by block if needed."""
     is_plain = tensor.device.type == "cpu" and tensor.is_contiguous()
@@ -123,7 +137,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return wait_for_ranks(tensor.detach().resolve_conj().resolve_neg().cpu).contiguous()
 
 
-def new_tensor(stored: TensorEntry | Piece) -> torch.Tensor:
+def new_tensor(stored: TensorEntry | Pieces) -> torch.Tensor:
     """A tensor to read ``stored`` into; a ``CheckpointError`` if there is no memory for it."""
     try:
         return torch.empty(stored.shape, dtype=DTYPES[stored.dtype])

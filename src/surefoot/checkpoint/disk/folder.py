@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path, PurePath
 from typing import Any
@@ -18,7 +19,8 @@ from ...parallel.sharding import Box
 from ...storage import files
 from . import strict_json, tensorfile
 from .commit import check_step, step_of
-from .manifest import MANIFEST, STATE, Manifest, Piece, parse
+from .grid import BLOCK, HASH_LIST
+from .manifest import MANIFEST, STATE, Manifest, Piece, Pieces, parse, parse_list
 from .tensorfile import TensorEntry
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -42,6 +44,17 @@ class CheckpointFolder:
     path: Path
     manifest: Manifest
     follow: bool = False  # whether files may be links, as in the hub's cache
+
+    def __post_init__(self) -> None:
+        if self.manifest.grid is not None:
+            # The last one is kept: the files of a rank are read one after another.
+            read = lru_cache(maxsize=1)(self._written_by)
+            object.__setattr__(self, "manifest", replace(self.manifest, read_list=read))
+
+    def _written_by(self, rank: int) -> dict[str, Piece]:
+        grid, name = self.manifest.grid, HASH_LIST.format(rank)
+        assert grid is not None
+        return parse_list(self.small(name), grid, rank, str(self.path / name))
 
     def small(self, name: str) -> bytes:
         """The content of a companion or state file, its length and hash checked."""
@@ -80,10 +93,17 @@ class CheckpointFolder:
             )
         return strict_json.parse_object(self.small(STATE), str(self.path / STATE))
 
-    def check_stored(self, file: tensorfile.TensorFile, piece: Piece) -> None:
-        """Read a piece, and reject it if the hash of its bytes differs from the manifest's."""
+    def check_stored(
+        self, file: tensorfile.TensorFile, piece: Piece, part: Box | None = None
+    ) -> None:
+        """Read a piece, and reject it if the hash of its bytes differs from the manifest's. Of a
+        ``part`` of a piece whose blocks have hashes, only its blocks are read."""
         inside = piece.inside(file.entry(piece.key).shape)
-        self.check_piece(piece, file.hash(piece.key, inside))
+        if part is None or not piece.blocks:
+            self.check_piece(piece, file.hash(piece.key, inside))
+            return
+        for number, digest in file.hash_blocks(piece.key, part.moved_into(piece.box), BLOCK):
+            self.check_piece(replace(piece, hash=piece.blocks[number]), digest)
 
     def check_piece(self, piece: Piece, digest: str) -> None:
         """Reject a piece if the hash of its bytes differs from the manifest's."""
@@ -135,9 +155,12 @@ def is_download(folder: Path) -> bool:
     )
 
 
-def open_checkpoint(folder: Path, *, follow: bool = False) -> CheckpointFolder:
-    """Open ``folder`` by its manifest; a ``CheckpointError`` if it is not a complete checkpoint.
-    With ``follow``, and in the cache of a hub, its files may be links."""
+def open_checkpoint(
+    folder: Path, *, follow: bool = False, is_part: bool = False
+) -> CheckpointFolder:
+    """Open ``folder`` by its manifest; a ``CheckpointError`` if it is not a complete checkpoint,
+    or with ``is_part``, not what one rank has written of one. With ``follow``, and in the cache of
+    a hub, its files may be links."""
     where, follow = folder / MANIFEST, follow or is_download(folder)
     with files.raising(CheckpointError):
         if not files.exists(where):
@@ -147,7 +170,7 @@ def open_checkpoint(folder: Path, *, follow: bool = False) -> CheckpointFolder:
         opened = files.open_file(where) if follow else files.open_inside(folder, MANIFEST)
         with opened as file:
             data = files.read_all(file, strict_json.MAX_BYTES)
-    manifest = parse(data, str(where))
+    manifest = parse(data, str(where), is_part=is_part)
     check_step(folder, str(folder), manifest.step)
     return CheckpointFolder(folder, manifest, follow)
 
@@ -220,12 +243,13 @@ class FolderWeights:
 
 
 def places(
-    checkpoint: CheckpointFolder, tensors: Mapping[str, Sequence[Piece]]
+    checkpoint: CheckpointFolder, tensors: Mapping[str, Pieces]
 ) -> dict[str, TensorLocation]:
     """The positions of the tensors of a Surefoot checkpoint, each file opened once."""
-    names = {piece.file for pieces in tensors.values() for piece in pieces}
+    found = {name: tuple(pieces) for name, pieces in tensors.items()}
+    names = {piece.file for pieces in found.values() for piece in pieces}
     opened = {name: checkpoint.tensors(name) for name in names}
-    return {name: _place(pieces, opened) for name, pieces in tensors.items()}
+    return {name: _place(pieces, opened) for name, pieces in found.items()}
 
 
 def _place(pieces: Sequence[Piece], opened: Mapping[str, tensorfile.TensorFile]) -> TensorLocation:

@@ -3,33 +3,38 @@
 ``manifest.json`` has a seal: the xxh3-128 of its own bytes, computed with the seal's 32 digits as
 zeros. So every bit of the manifest is covered. The manifest covers every file's length, every small
 file and every header by a hash, and every piece of a tensor by a hash.
+
+With many ranks, most pieces follow from a ``Grid``. Then the manifest covers the hash list of each
+rank, and the list covers the rank's pieces. Lists are read when a piece is needed.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, get_args
 
 from ...errors import CheckpointError, counted
 from ...parallel.sharding import Box, is_covered_once
 from ...storage import files
 from . import strict_json
+from .grid import HASH_LIST, RANK_FOLDER, Grid, ShardingRule, num_blocks, parse_grid
 from .tensorfile import ITEM_SIZES, integers, is_size, num_bytes, sizes
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
 FORMAT = "surefoot-checkpoint"
-VERSION = (1, 0)  # a reader takes any minor version of its major one
+VERSION = (1, 1)  # a reader takes any minor version of its major one
 MAX_SMALL = 1 << 30  # bytes of a file that is hashed as a whole
 Kind = Literal["full", "adapter"]
 Layout = Literal["full", "distributed"]  # whole tensors, or boxes of them in a folder a rank
 
 _SEAL = "0" * 32
 _HASH = re.compile(r"[0-9a-f]{32}")
+_OF_RANK = re.compile(r"rank_([0-9]{5})/[^/]+\.safetensors")
 _NAME = re.compile(r"[^./\\\x00-\x1f\x7f][^/\\\x00-\x1f\x7f]{0,200}")
 
 
@@ -44,6 +49,7 @@ class Piece:
     file: str
     key: str
     hash: str
+    blocks: tuple[str, ...] = ()  # hashes of each 16 MiB of it; only in hash lists
 
     @property
     def num_bytes(self) -> int:
@@ -53,6 +59,25 @@ class Piece:
     def inside(self, stored: tuple[int, ...]) -> Box:
         """The box in the tensor under the key, which has the shape ``stored``."""
         return Box.whole(stored) if stored == self.box.shape else self.box
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The pieces of one tensor; together they cover it. Those of a rule are made when they are
+    needed, from the hash lists of their ranks."""
+
+    dtype: str
+    shape: tuple[int, ...]  # of the whole tensor
+    near: Callable[[Box], Iterator[Piece]]
+    """Those that have elements of a box; all of a tensor without elements."""
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self.near(Box.whole(self.shape))
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the full tensor."""
+        return num_bytes(self.dtype, self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,46 +90,95 @@ class Manifest:
     versions: Mapping[str, str]  # of the libraries that wrote it
     files: Mapping[str, int]  # name -> bytes; all files but the manifest
     hashes: Mapping[str, str]  # of whole small files, and of what precedes the data in safetensors
-    pieces: Sequence[Piece]
+    pieces: Sequence[Piece]  # those that do not follow from the grid
     parent: str | None = None
     layout: Layout = "full"
     world_size: int = 1  # of the run that wrote it; no reader needs it, nor the mesh
     mesh: Mapping[str, int] = field(default_factory=dict)
+    grid: Grid | None = None
+    read_list: Callable[[int], Mapping[str, Piece]] | None = field(
+        default=None, compare=False, repr=False
+    )  # what a rank of the grid has written, by tensor; of an opened checkpoint
 
     @property
     def is_adapter(self) -> bool:
         """Whether its weights are an adapter's."""
         return self.kind == "adapter"
 
+    @property
+    def companions(self) -> list[str]:
+        """The files that have neither tensors nor their hashes, and are copied as they are."""
+        return [
+            name for name in self.files if not (is_safetensors(name) or name in self.hash_lists)
+        ]
+
     def pieces_in(self, file: str) -> dict[str, tuple[Piece, ...]]:
         """The pieces of one file by their key there."""
-        return _grouped(self.pieces_of_file.get(file, ()), lambda piece: piece.key)
+        return _grouped(self.pieces_of(file), lambda piece: piece.key)
+
+    def pieces_of(self, file: str) -> tuple[Piece, ...]:
+        """The pieces in one file; those in a rank's file are in its hash list."""
+        explicit, match = self._by_file.get(file, ()), _OF_RANK.fullmatch(file)
+        if self.grid is None or match is None or int(match[1]) >= self.grid.size:
+            return explicit
+        written = self.written_by(int(match[1])).values()
+        return (*explicit, *(piece for piece in written if piece.file == file))
 
     @cached_property
-    def pieces_of_file(self) -> Mapping[str, tuple[Piece, ...]]:
-        """All pieces by their file."""
+    def _by_file(self) -> Mapping[str, tuple[Piece, ...]]:
         return _grouped(self.pieces, lambda piece: piece.file)
 
     @property
     def roles(self) -> tuple[str, ...]:
         """The roles of its tensors, in alphabetical order."""
-        return tuple(sorted({piece.tensor.partition("/")[0] for piece in self.pieces}))
+        return tuple(sorted({name.partition("/")[0] for name in self.by_tensor()}))
 
-    def tensors(self, role: str) -> dict[str, tuple[Piece, ...]]:
+    def tensors(self, role: str) -> dict[str, Pieces]:
         """The pieces of each tensor of one role, by the rest of its name."""
-        start, by_name = f"{role}/", dict[str, tuple[Piece, ...]]()
+        start, by_name = f"{role}/", dict[str, Pieces]()
         for name, pieces in self.by_tensor().items():
             if name.startswith(start):
                 by_name[name.removeprefix(start)] = pieces
         return by_name
 
-    def by_tensor(self) -> dict[str, tuple[Piece, ...]]:
+    def by_tensor(self) -> dict[str, Pieces]:
         """The pieces of each tensor by its full name; together they cover it."""
         return self._by_tensor
 
     @cached_property
-    def _by_tensor(self) -> dict[str, tuple[Piece, ...]]:
-        return _grouped(self.pieces, lambda piece: piece.tensor)
+    def _by_tensor(self) -> dict[str, Pieces]:
+        by_tensor = _grouped(self.pieces, lambda piece: piece.tensor)
+        return {name: _explicit(pieces) for name, pieces in by_tensor.items()} | {
+            rule.tensor: Pieces(rule.dtype, rule.shape, partial(self._near, rule))
+            for rule in (self.grid.rules if self.grid else ())
+        }
+
+    def _near(self, rule: ShardingRule, box: Box) -> Iterator[Piece]:
+        for rank, _ in self.grid.ranks_of(rule, box) if self.grid else ():
+            if rank not in self._lists:
+                self._lists[rank] = self.written_by(rank)
+            yield self._lists[rank][rule.tensor]
+
+    def written_by(self, rank: int) -> Mapping[str, Piece]:
+        """What a rank of the grid has written, by tensor."""
+        assert self.read_list is not None, "the checkpoint was not opened"
+        return self._lists.get(rank) or self.read_list(rank)
+
+    @cached_property
+    def _lists(self) -> dict[int, Mapping[str, Piece]]:
+        return {}
+
+    @cached_property
+    def hash_lists(self) -> Mapping[str, int]:
+        """The file of each hash list, and the rank that has written it."""
+        return {HASH_LIST.format(rank): rank for rank in range(self.grid.size if self.grid else 0)}
+
+
+def _explicit(pieces: tuple[Piece, ...]) -> Pieces:
+    def find(box: Box) -> Iterator[Piece]:
+        return (piece for piece in pieces if not piece.box.size or piece.box & box)
+
+    return Pieces(pieces[0].dtype, pieces[0].shape, find)
 
 
 def _grouped(pieces: Iterable[Piece], key: Callable[[Piece], str]) -> dict[str, tuple[Piece, ...]]:
@@ -112,6 +186,9 @@ def _grouped(pieces: Iterable[Piece], key: Callable[[Piece], str]) -> dict[str, 
     for piece in pieces:
         groups.setdefault(key(piece), []).append(piece)
     return {name: tuple(group) for name, group in groups.items()}
+
+
+_KEYS = [f.name for f in fields(Manifest) if f.name not in ("grid", "read_list")]
 
 
 def is_plain_name(name: str) -> bool:
@@ -127,12 +204,12 @@ def is_safetensors(name: str) -> bool:
 
 def dump(manifest: Manifest) -> bytes:
     """The manifest's text, sealed: sorted keys and one entry per line, for people and ``diff``."""
-    content: dict[str, Any] = {
-        field.name: getattr(manifest, field.name) for field in fields(manifest)
-    }
+    content: dict[str, Any] = {name: getattr(manifest, name) for name in _KEYS}
+    content |= {} if manifest.grid is None else manifest.grid.dump()
     pieces = sorted(manifest.pieces, key=lambda piece: (piece.tensor, piece.box))
     content |= {"pieces": list(map(dump_piece, pieces)), "seal": _SEAL, "format": FORMAT}
-    content |= {"version": ".".join(map(str, VERSION))}
+    # Only what an earlier reader cannot read has the later version.
+    content |= {"version": "1.0" if manifest.grid is None else ".".join(map(str, VERSION))}
     lines = (f"{json.dumps(name)}: {_lines(content[name])}" for name in sorted(content))
     data = ("{\n" + ",\n".join(lines) + "\n}\n").encode()
     return data.replace(_SEAL.encode(), files.digest(data).encode())
@@ -160,8 +237,9 @@ def _lines(value: object) -> str:
     return "{}" if isinstance(value, Mapping) else json.dumps(value)
 
 
-def parse(data: bytes, where: str) -> Manifest:
-    """Parse a manifest, and reject one that is damaged, of a later format, or inconsistent."""
+def parse(data: bytes, where: str, *, is_part: bool = False) -> Manifest:
+    """Parse a manifest, and reject one that is damaged, of a later format, or inconsistent. With
+    ``is_part`` it is what one rank has written, so that tensors need not be complete."""
     raw = strict_json.parse_object(data, where)
     # The version comes first: a later format may have another seal, and
     # the message must name the format.
@@ -169,9 +247,10 @@ def parse(data: bytes, where: str) -> Manifest:
     _check_seal(data, raw.get("seal"), where)
     _check_fields(raw, where)
     pieces = [parse_piece(p, f"{where}: piece {i}") for i, p in enumerate(raw["pieces"])]
-    field_values = {field.name: raw[field.name] for field in fields(Manifest)}
-    manifest = Manifest(**{**field_values, "pieces": tuple(pieces)})
-    check_consistent(manifest, where)
+    grid = parse_grid(raw, raw["mesh"], where) if "rules" in raw else None
+    field_values = {name: raw[name] for name in _KEYS}
+    manifest = Manifest(**{**field_values, "pieces": tuple(pieces), "grid": grid})
+    check_consistent(manifest, where, is_part=is_part)
     return manifest
 
 
@@ -251,8 +330,34 @@ def parse_piece(raw: object, where: str) -> Piece:
     return Piece(shape=shape, box=Box(start, extent), **text)
 
 
-def check_consistent(manifest: Manifest, where: str) -> None:
-    """Check that names stay in the folder, pieces have files, and tensors are covered once."""
+def parse_list(data: bytes, grid: Grid, rank: int, where: str) -> dict[str, Piece]:
+    """The pieces in the hash list of ``rank``, by tensor; a ``CheckpointError`` if it is not what
+    the rules say that the rank has."""
+    boxes, pieces = grid.boxes_of(rank), dict[str, Piece]()
+    for file, hashes in strict_json.parse_object(data, where).items():
+        if not isinstance(hashes, dict):
+            raise CheckpointError(f"{where}: {file[:80]!r} must map tensors to hashes")
+        for tensor, entry in hashes.items():
+            if tensor in pieces or tensor not in boxes:
+                problem = "is in two files" if tensor in pieces else f"is not of rank {rank}"
+                raise CheckpointError(f"{where}: {tensor[:200]!r} {problem}")
+            rule, box = grid.rule_of[tensor], boxes[tensor]
+            count = 1 + num_blocks(num_bytes(rule.dtype, box.shape))
+            is_list = isinstance(entry, list) and len(entry) == count
+            if not is_list or not all(isinstance(h, str) and _HASH.fullmatch(h) for h in entry):
+                raise CheckpointError(f"{where}: {tensor[:200]!r} must have {count} hashes")
+            file_name, key = f"{RANK_FOLDER.format(rank)}/{file}", tensor.partition("/")[2]
+            pieces[tensor] = Piece(
+                tensor, rule.dtype, rule.shape, box, file_name, key, entry[0], tuple(entry[1:])
+            )
+    if missing := [tensor for tensor in boxes if tensor not in pieces]:
+        raise CheckpointError(f"{where}: the box of {missing[0][:200]!r} of rank {rank} is missing")
+    return pieces
+
+
+def check_consistent(manifest: Manifest, where: str, *, is_part: bool = False) -> None:
+    """Check that names stay in the folder, pieces have files, and tensors are covered once (unless
+    it ``is_part`` of a checkpoint only)."""
     for name, size in manifest.files.items():
         if not is_plain_name(name) or name == MANIFEST:
             raise CheckpointError(
@@ -270,8 +375,26 @@ def check_consistent(manifest: Manifest, where: str) -> None:
                 f"{where}: {piece.tensor[:200]!r} is in {piece.file[:200]!r}, which is not a "
                 "file of this checkpoint"
             )
-    for name, pieces in manifest.by_tensor().items():
+    if is_part:
+        return
+    if manifest.grid is not None:
+        _check_grid(manifest, manifest.grid, where)
+    for name, pieces in _grouped(manifest.pieces, lambda piece: piece.tensor).items():
         _check_pieces(pieces, f"{where}: tensor {name[:200]!r}", manifest.layout)
+
+
+def _check_grid(manifest: Manifest, grid: Grid, where: str) -> None:
+    if manifest.layout != "distributed" or manifest.world_size != grid.size:
+        raise CheckpointError(
+            f"{where}: rules of {grid.size} ranks in layout {manifest.layout} of "
+            f"{manifest.world_size}"
+        )
+    for name in manifest.hash_lists:
+        if name not in manifest.files:
+            raise CheckpointError(f"{where}: {name}, the hash list of a rank, is missing")
+    for piece in manifest.pieces:
+        if piece.tensor in grid.rule_of:
+            raise CheckpointError(f"{where}: {piece.tensor[:200]!r} has a rule and pieces")
 
 
 def _check_pieces(pieces: Sequence[Piece], where: str, layout: Layout) -> None:

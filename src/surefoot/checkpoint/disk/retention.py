@@ -153,6 +153,10 @@ class Times:
             times[coming] = self._known[coming] = self.clock()
         return times
 
+    def known(self, step: int) -> float | None:
+        """When it was saved, if this was in this launch, or was looked up before."""
+        return self._known.get(step)
+
     def _of(self, path: Path) -> float | None:
         step = step_of(path)
         if step not in self._known:

@@ -90,6 +90,24 @@ class TensorFile:
                 self._file.read_into(offset + at, buffer[:count], digest)
         return digest.hexdigest()
 
+    def hash_blocks(self, key: str, box: Box, size: int) -> Iterator[tuple[int, str]]:
+        """The number and the hash of each block of ``size`` bytes of a tensor that has bytes of
+        ``box``."""
+        for number, (offset, length) in self.blocks(key, box, size).items():
+            yield number, files.digest(self._file.read(offset, length))
+
+    def blocks(self, key: str, box: Box, size: int) -> dict[int, tuple[int, int]]:
+        """The first byte and the length of each of these blocks, by its number."""
+        entry, touched = self.entry(key), set[int]()
+        for offset, length in ranges_of(entry, box):
+            first = offset - entry.offset
+            touched |= {*range(first // size, (first + length - 1) // size + 1)}
+        places = {number: number * size for number in sorted(touched)}
+        return {
+            number: (entry.offset + at, min(size, entry.num_bytes - at))
+            for number, at in places.items()
+        }
+
 
 def open_path(path: Path) -> TensorFile:
     """Open a file by its path, links followed: the hub's cache consists of links."""

@@ -5,7 +5,7 @@ Read from names, manifests and logs; nothing is hashed unless requested.
 ``plan_pruning`` decides which checkpoints of a run to keep; the others are deleted while nothing
 trains (``untrained``). Their files may be hard links to the same data, which counts once.
 
-Runs with URLs are listed by a plugin that reaches their stores (``RemoteStores``).
+Runs with URLs are listed by a plugin that reaches their stores (``checkpoint.remote``).
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal
 
 from ...errors import CheckpointError, similar
-from ...extensions import Extended
 from ...log import fell_back
 from ...storage import files
 from ...storage.folder_lock import lock
-from ...storage.remote import Address
 from ..disk import strict_json
 from ..disk.commit import is_being_written, is_leftover, named, step_of
 from ..disk.folder import (
@@ -50,10 +48,7 @@ from ..disk.retention import (
 from ..layouts import LAYOUTS
 from ..layouts.detection import detect_layout, open_weights
 from ..layouts.layout import AS_STORED, Layout, Native, Reading, SavedFolder
-from ..verification import Progress, Report, verify
-
-if TYPE_CHECKING:
-    from ..saving.saver import RunMirror
+from ..verification import Progress, verify
 
 
 @dataclass(frozen=True)
@@ -367,58 +362,6 @@ def _metrics(lines: Sequence[CheckpointLine], options: PruneOptions) -> dict[int
             "--greater or --smaller"
         )
     return metrics
-
-
-class RemoteRun(Protocol):
-    """The part of a run that is in an object store, as it was found at the launch."""
-
-    address: Address
-
-    @property
-    def steps(self) -> Collection[int]:
-        """The steps that exist there, as far as is known."""
-
-    def newest_sound(self) -> Path | None:
-        """The local folder to resume from, downloaded if need be; None if there is no checkpoint.
-        Raises ``CheckpointError`` if there are some, none of which is valid."""
-
-    def local_name(self, name: str) -> str:
-        """What the checkpoint in the folder ``name`` there is called here, ``checkpoint-N``."""
-
-    def get(self, name: str) -> Path:
-        """One checkpoint and the logs of the run, downloaded unless a local copy exists."""
-
-    def write(self, name: str, data: bytes) -> None:
-        """Upload a small file of the run."""
-
-    def mirror(self, start: Path | None) -> RunMirror | None:
-        """What uploads while the run trains from ``start`` on. None: another launch of the run has
-        begun meanwhile, so that ``start`` has to be found again."""
-
-
-class RemoteStores(Protocol):
-    """Object stores, in which runs and checkpoints have URLs: what a plugin that reaches them has
-    to do. All raise ``CheckpointError``."""
-
-    def open_run(self, address: Address, folder: Path, *, seconds: float) -> RemoteRun:
-        """The run at ``address``, which works in ``folder``; its recipe is downloaded."""
-
-    def fetch(self, address: Address, cache: Path | None = None, *, seconds: float = 600) -> Path:
-        """The local copy of a checkpoint, or of the latest one of a run, which must be valid."""
-
-    def lines(self, address: Address, *, verified: bool) -> list[CheckpointLine]:
-        """One line for each checkpoint of a run, oldest first, or the one of a checkpoint."""
-
-    def verify(self, checkpoint: Address, *, full: bool) -> Report:
-        """Check what is stored: its lengths, or every byte."""
-
-
-_STORES: Extended[RemoteStores] = Extended("stores", {})
-
-
-def stores() -> RemoteStores:
-    """What opens runs at URLs."""
-    return _STORES["fsspec"]
 
 
 _SECTOR = 512  # bytes; the unit of st_blocks on every system

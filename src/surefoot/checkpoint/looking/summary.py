@@ -115,9 +115,11 @@ def _summarise_native(checkpoint: CheckpointFolder) -> Summary:
         "versions": ", ".join(" ".join(pair) for pair in sorted(manifest.versions.items())),
     }
     tensors = {}
+    rules = manifest.grid.rule_of if manifest.grid else {}
     for name, pieces in manifest.by_tensor().items():
-        size, names = sum(p.num_bytes for p in pieces), sorted({p.file for p in pieces})
-        tensors[name] = Tensor(name, pieces[0].dtype, pieces[0].shape, size, _several(names))
+        # Of a rule, the pieces would be millions, and their files those of all ranks.
+        where = "rank_*" if name in rules else _several(sorted({p.file for p in pieces}))
+        tensors[name] = Tensor(name, pieces.dtype, pieces.shape, pieces.num_bytes, where)
     groups, states = _groups(tensors), _states(checkpoint.path)
     return Summary(checkpoint.path, Native.name, facts, manifest.files, groups, states)
 

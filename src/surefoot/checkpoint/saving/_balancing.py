@@ -8,11 +8,11 @@ the same result.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 from ...errors import CheckpointError, counted
-from ...parallel.sharding import Box, is_covered_once
+from ...parallel.sharding import Box, Cuts, is_covered_once
 from ..disk.tensorfile import num_bytes
 
 
@@ -23,6 +23,8 @@ class LocalTensor:
     dtype: str  # safetensors' name for it
     shape: tuple[int, ...]  # of the whole tensor
     box: Box
+    cuts: Cuts | None = field(default=None, compare=False, repr=False)
+    """How it is sharded, if that may be a rule."""
 
     @property
     def num_bytes(self) -> int:

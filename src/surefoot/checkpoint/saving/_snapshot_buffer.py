@@ -26,6 +26,7 @@ from ...parallel.sharding import Box
 from ...storage import files
 from ...storage.files import PAGE
 from ...storage.memory import exclusive, free_memory
+from ..apart import Apart
 from ..disk.tensorfile import FilePlan, num_bytes, parse, ranges_of
 from ._writing import Job, Shard, WriteShare
 
@@ -113,6 +114,11 @@ class FileImages:
     def hash(self, shard: Shard, name: str) -> str:
         """The hash of the same bytes."""
         return files.digest(self.tensor(shard, name))
+
+    def blocks(self, shard: Shard, name: str, size: int) -> list[str]:
+        """The hash of each ``size`` of these bytes."""
+        data = self.tensor(shard, name)
+        return [files.digest(data[at : at + size]) for at in range(0, len(data), size)]
 
     def write(self, shard: Shard, file: files.File) -> dict[str, str]:
         """Write and flush the file, or this rank's part of it; the hashes by tensor."""
@@ -240,6 +246,7 @@ class JobSnapshot:
             }
             for shard, start in zip(self.job.shards, self.images.starts, strict=True)
         ]
+        plain["apart"] = None if self.job.apart is None else asdict(self.job.apart)
         root = str(self.job.root.absolute())
         return {**plain, "root": root, "shards": shards, "small": self.small}
 
@@ -259,5 +266,7 @@ def parse_job(message: dict[str, Any], arena: SnapshotBuffer) -> tuple[Job, File
             share = WriteShare(boxes, share["has_head"])
         shards.append(Shard(shard["role"], plan, share))
     small = {n: bytes(arena.view[at : at + size]) for n, (at, size) in message["small"].items()}
-    job = Job(**{**message, "root": Path(message["root"]), "shards": shards, "small": small})
+    apart = None if message["apart"] is None else Apart(**message["apart"])
+    known = {"root": Path(message["root"]), "shards": shards, "small": small, "apart": apart}
+    job = Job(**{**message, **known})
     return job, FileImages(arena, [shard["start"] for shard in message["shards"]], shards)

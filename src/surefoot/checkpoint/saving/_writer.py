@@ -20,7 +20,7 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ._snapshot_buffer import SnapshotBuffer, parse_job
-from ._writing import write
+from .apart import save
 
 
 class _OrphanedError(Exception):
@@ -44,7 +44,7 @@ def main(descriptor: int, size: int) -> None:
 def _serve(message: dict[str, Any], arena: SnapshotBuffer) -> dict[str, object]:
     job, images = parse_job(message, arena)
     try:
-        saved = write(job, images, started=_must_not_be_orphaned, is_orphan=_is_orphaned)
+        saved = save(job, images, started=_must_not_be_orphaned, is_orphan=_is_orphaned)
     except CheckpointError as error:
         return {"error": str(error)}
     # A writer that ends without an answer is taken for killed, and its save is tried again.

@@ -31,7 +31,8 @@ from ...parallel.progress import wait_for_ranks
 from ...storage.folder_lock import StallWatch, state_of
 from ..disk.commit import clean, parts_of
 from ._snapshot_buffer import FileImages, JobSnapshot, SnapshotBuffer, image_of, places
-from ._writing import MOST_ATTEMPTS, Job, Saved, write
+from ._writing import MOST_ATTEMPTS, Job, Saved
+from .apart import ALIVE, save
 from .preparation import LiveTensors
 
 logger = logging.getLogger(__name__)
@@ -80,9 +81,9 @@ class Background:
             fell_back("asynchronous saves are off", why, "makes training wait for every save")
             self.is_off = True
         while True:  # all ranks of a joint save write again if one has failed
-            is_last = job.nonce is None or job.attempt + 1 >= MOST_ATTEMPTS
+            is_last = not job.is_repeated_by_all or job.attempt + 1 >= MOST_ATTEMPTS
             try:
-                saved = write(job, live)
+                saved = save(job, live)
             except CheckpointError:
                 if is_last:
                     raise
@@ -146,7 +147,7 @@ class Background:
             answer = json.loads(line)
             # In a joint save all write again, whatever failed in whichever rank: nobody has to know
             # why, and nothing half written is built upon (docs/decisions/0021).
-            problem, can_retry = answer.get("error", ""), job.nonce is not None
+            problem, can_retry = answer.get("error", ""), job.is_repeated_by_all
             is_done = not problem and answer["is_committed"]
         else:
             answer, is_done, can_retry = {}, False, True
@@ -229,7 +230,7 @@ class _Writer:
     def answer(self, target: Path) -> bytes:
         """Wait for a line about ``target``; empty if the process died instead. One that writes
         nothing for minutes is killed."""
-        watch, warned = StallWatch(lambda: parts_of(target)), 0.0
+        watch, warned = StallWatch(lambda: [*parts_of(target), target.parent / ALIVE]), 0.0
         while not select.select([self._answers], [], [], _PAUSE)[0]:
             stalled = watch.seconds()
             if stalled > _PATIENCE:

@@ -18,13 +18,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from ...errors import CheckpointError, explain
 from ...parallel.sharding import Box
 from ...storage import files
+from ..apart import Apart
 from ..disk.commit import delete, refuse_existing, step_of, temporary_folder
 from ..disk.folder import CheckpointFolder, open_checkpoint
+from ..disk.grid import BLOCK, HASH_LIST, Grid, parse_grid
 from ..disk.manifest import (
     MANIFEST,
     Kind,
@@ -38,6 +40,7 @@ from ..disk.manifest import (
 )
 from ..disk.retention import pinned
 from ..disk.tensorfile import FilePlan, explained
+from ._hash_list import hash_list
 from ._joint import Meeting, Report, SharedFolder
 
 MOST_ATTEMPTS = 2  # to write a job of which a process was killed, or one that several write
@@ -84,11 +87,20 @@ class Job:
     makes_root: bool = True  # False if ``root`` must exist: a run is never divided
     most_sharing: int = 8  # checkpoints that may have one file in common
     name: str | None = None  # of the folder, if it is not checkpoint-{step}
+    apart: Apart | None = None  # where ranks save together that have no folder in common
+    grid: Mapping[str, Any] | None = None  # axes and rules, as in a manifest of many ranks
 
     @property
     def is_joint(self) -> bool:
         """Whether several ranks write the same files, at least an adapter's."""
-        return self.nonce is not None and (self.layout == "full" or self.kind == "adapter")
+        has_common_files = self.layout == "full" or self.kind == "adapter"
+        return self.nonce is not None and self.apart is None and has_common_files
+
+    @property
+    def is_repeated_by_all(self) -> bool:
+        """Whether all ranks write again if one has failed. Not apart, where the attempt of each
+        repeats what may pass."""
+        return self.nonce is not None and self.apart is None
 
     @property
     def may_share(self) -> bool:
@@ -113,6 +125,8 @@ class Written:
     hashes: dict[str, str] = field(default_factory=dict)
     pieces: list[Piece] = field(default_factory=list)
     num_shared: int = 0
+    linked: dict[str, str] = field(default_factory=dict)  # the names that files have in the parent
+    num_bytes: int = 0  # of all pieces, also of those in a hash list
 
     @property
     def report(self) -> Report:
@@ -135,6 +149,9 @@ class Content(Protocol):
 
     def hash(self, shard: Shard, name: str) -> str:
         """The hash of one tensor's bytes."""
+
+    def blocks(self, shard: Shard, name: str, size: int) -> Sequence[str]:
+        """The hash of each ``size`` of these bytes."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +194,7 @@ def write(
         return Saved(target, num_bytes, 0, seconds, is_committed=is_committed)
     with files.raising(CheckpointError, f"cannot save {target}"):
         if job.attempt and (size := _size_of(job)) is not None:  # the writer died after the commit
-            return Saved(target, size, 0, time.monotonic() - began, job.forget, _forget(job))
+            return Saved(target, size, 0, time.monotonic() - began, job.forget, drop_replaced(job))
         refuse_existing(target)
         if job.makes_root:
             files.make_folder(job.root)
@@ -198,7 +215,7 @@ def write(
     # Old checkpoints go after the commit: until then one of them may be the only whole one.
     size = sum(written.files.values())
     seconds = time.monotonic() - began
-    return Saved(target, size, written.num_shared, seconds, job.forget, _forget(job))
+    return Saved(target, size, written.num_shared, seconds, job.forget, drop_replaced(job))
 
 
 def _flush(job: Job) -> None:
@@ -235,10 +252,16 @@ def manifest_of(job: Job, written: Written) -> Manifest:
         layout=job.layout,
         world_size=job.world_size,
         mesh=job.mesh,
+        grid=grid_of(job),
     )
 
 
-def _forget(job: Job) -> str | None:
+def grid_of(job: Job) -> Grid | None:
+    """The grid by whose rules ``job`` is written; None if there are none."""
+    return None if job.grid is None else parse_grid(job.grid, job.mesh, "the plan of the save")
+
+
+def drop_replaced(job: Job) -> str | None:
     """Delete what the new checkpoint replaces; returns errors, which do not undo the save."""
     try:
         pins = pinned(job.root) if job.forget else set()  # also of what was pinned meanwhile
@@ -273,7 +296,7 @@ def write_own_part(meeting: Meeting, write_files: Callable[[], Written]) -> tupl
             return {"error": explain(error)}
         except CheckpointError as error:
             return {"error": str(error)}
-        num_bytes = sum(piece.num_bytes for piece in written.pieces)
+        num_bytes = written.num_bytes
         return written.report
 
     if meeting.join():
@@ -304,9 +327,10 @@ def write_files(
             return False
         _note_file(written, shard)
         written.num_shared += shard.plan.header.file_size
+        written.linked[shard.plan.name] = name
         written.pieces += [
             replace(piece, tensor=f"{shard.role}/{piece.key}", file=shard.plan.name)
-            for piece in parent.manifest.pieces_of_file.get(name, ())
+            for piece in parent.manifest.pieces_of(name)
         ]
         return True
 
@@ -334,7 +358,18 @@ def write_files(
     for shard in joint_files:
         with files.open_to_write(folder / shard.plan.name) as file:
             _write_tensors(written, shard, content, file)
-    for name, data in sorted(job.small.items()):
+    small = dict(job.small)
+    written.num_bytes = sum(piece.num_bytes for piece in written.pieces)
+    if (grid := grid_of(job)) is not None:
+        name, shards = HASH_LIST.format(job.rank), {shard.plan.name: shard for shard in job.shards}
+        small[name], written.pieces = hash_list(
+            written.pieces,
+            grid,
+            job.rank,
+            lambda piece: content.blocks(shards[piece.file], piece.key, BLOCK),
+        )
+        make_parent(folder, name)
+    for name, data in sorted(small.items()):
         path = folder / name
         if path.parent != folder:
             files.make_folder(path.parent)
@@ -390,7 +425,7 @@ def parent_of(job: Job) -> CheckpointFolder | None:
     if not job.share or job.parent is None or not files.exists(job.root / job.parent / MANIFEST):
         return None
     try:
-        return open_checkpoint(job.root / job.parent)
+        return open_checkpoint(job.root / job.parent, is_part=job.apart is not None)
     except CheckpointError:
         return None  # damaged since; nothing is lost by writing all of it
 
@@ -404,7 +439,8 @@ def equal_file(parent: CheckpointFolder, shard: Shard, content: Content) -> str 
         return None
     by_key = manifest.pieces_in(name)  # the same boxes as those that this rank writes
     if shard.share is None:
-        num_wanted, saved = len(by_key), [p[0] for p in by_key.values() if len(p) == 1]
+        num_wanted = len(shard.plan.header.entries)
+        saved = [p[0] for p in by_key.values() if len(p) == 1]
     else:
         boxes = shard.share.boxes
         num_wanted = len(boxes)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from ...errors import CheckpointError
 from ...parallel.sharding import Box
 from ...storage import files
 from ..disk import strict_json
-from ..disk._bytes import describe, write_box, write_file, write_tensor
+from ..disk._bytes import block_hashes, describe, write_box, write_file, write_tensor
 from ..disk.commit import new_nonce
+from ..disk.grid import RANK_FOLDER, Grid
 from ..disk.manifest import MANIFEST, MAX_SMALL, STATE, Kind, Layout, is_plain_name
 from ..disk.tensorfile import FilePlan, num_bytes, plan_save
 from ..disk.tensorfile import Tensors as Described
@@ -32,10 +34,11 @@ from ..state.roles import MODEL, OPTIMIZER, FileRole, ShardedState, Stateful, tr
 from ..state.roles import STATE as STATE_ROLE
 from ..state.states import LocalBox, adopted, local_box_of, split
 from ._balancing import Holding, LocalTensor, shared_out
+from ._grid_plan import are_alike, merged, split_rules
 from ._writing import Job, Shard, WriteShare, write
 
 LIBRARIES = ("surefoot", "torch", "transformers", "peft", "safetensors")
-RANK_FOLDER = "rank_{:05d}"  # of layout distributed
+MOST_WITH_PIECES = 64  # ranks whose boxes are all exchanged, and listed in the manifest
 WORTH_SHARING = 0.1  # of the weights' bytes
 
 
@@ -54,6 +57,7 @@ class SavePlan:
     tensors: Mapping[str, Described]  # by role: the type and whole shape of each, of all processes
     mine: Mapping[str, Mapping[str, Box]]  # by role and name: what this process writes
     optimizers: Mapping[str, Mapping[str, Any]]  # by role: states without tensors, of all processes
+    grid: Grid | None = None  # by which ``mine`` follows, apart from tensors without a rule
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,8 @@ class WriterGroup:
     mesh: Mapping[str, int] = field(default_factory=dict)
     exchange: Exchange = lambda value: [value]
     from_first: Broadcast = lambda value: value  # waits for rank 0 as long as a save takes
+    of_stages: Exchange = lambda value: [value]  # the same of one rank of each pipeline stage
+    is_apart: bool = False  # whether they have no folder in common, and so no files either
     _plans: dict[tuple[str, ...], SavePlan] = field(
         default_factory=dict, repr=False, compare=False
     )  # the last one, by the digests of what each rank has
@@ -79,6 +85,8 @@ class WriterGroup:
         ``optimizers`` are states without tensors, in a pipeline of some parameters only. Returns
         rank 0's nonce of the temporary folder, its ``parent``, and the plan.
         """
+        if uses_grid(self):
+            return self._agree_on_rules(holding, optimizers, parent)
         own_state = holding, optimizers
         answers = self.exchange((files.digest(repr(own_state).encode()), new_nonce(), parent))
         digests = tuple(own_digest for own_digest, _, _ in answers)
@@ -89,8 +97,37 @@ class WriterGroup:
         _, nonce, parent = answers[0]
         return nonce, parent, self._plans[digests]
 
+    def _agree_on_rules(
+        self, holding: Holding, optimizers: Mapping[str, Mapping[str, Any]], parent: str | None
+    ) -> tuple[str, str | None, SavePlan]:
+        """The same by digests of rules. What has no rule is exchanged, if any rank has such."""
+        rules, rest = split_rules(holding, self.mesh, self.rank)
+        own, nothing = (files.digest(repr(part).encode()) for part in (rest, {}))
+        answers = self.exchange((files.digest(repr(rules).encode()), own, new_nonce(), parent))
+        _, _, nonce, parent = answers[0]
+        if not are_alike([of_rules for of_rules, *_ in answers], self.mesh):
+            return nonce, parent, _plan(self.exchange((holding, optimizers)), self.rank)
+        digests = tuple(of_rest for _, of_rest, *_ in answers)
+        if digests not in self._plans:
+            is_empty = all(of_rest == nothing for of_rest in digests)
+            of_ranks = [({}, {})] * self.size if is_empty else self.exchange((rest, {}))
+            self._plans.clear()
+            self._plans[digests] = _plan(of_ranks, self.rank)
+        of_stages = self.of_stages((rules, optimizers))
+        grid = merged([of_stage for of_stage, _ in of_stages], self.mesh)
+        states = _merged_states([of_stage for _, of_stage in of_stages])
+        plan = replace(self._plans[digests], optimizers=states)
+        return nonce, parent, _with_grid(plan, grid, holding, self.rank)
+
 
 ALONE = WriterGroup()
+
+
+def uses_grid(writers: WriterGroup) -> bool:
+    """Whether ``writers`` save with rules: format 1.1 instead of 1.0."""
+    is_many = writers.size > MOST_WITH_PIECES or writers.is_apart
+    is_on_mesh = prod(writers.mesh.values()) == writers.size
+    return is_many and is_on_mesh and writers.layout == "distributed"
 
 
 def save(
@@ -148,14 +185,15 @@ def prepare(
     tensors: Mapping[str, Described]
     tensors = {role: _described(role, local_boxes) for role, local_boxes in parts.items()}
     nonce: str | None = None
+    grid: Grid | None = None
     if writers.size == 1:
         _refuse_incomplete(parts)
     else:
         sharded = {role: skeleton[role] for role in groups if role in skeleton}
         nonce, parent, plan = writers.agree(
-            _local_tensors(parts, tensors, writers), sharded, parent
+            _local_tensors(parts, tensors, kind, writers), sharded, parent
         )
-        tensors = plan.tensors
+        tensors, grid = plan.tensors, plan.grid
         parts = {role: _narrowed(boxes, plan.mine.get(role, {})) for role, boxes in parts.items()}
         skeleton |= plan.optimizers
     shards = _shards(parts, tensors, kind, max_shard_size, writers)
@@ -178,6 +216,7 @@ def prepare(
         world_size=writers.size,
         mesh=writers.mesh,
         nonce=nonce,
+        grid=None if grid is None else grid.dump(),
     )
     values = {role: {n: p.values for n, p in boxes.items()} for role, boxes in parts.items()}
     return job, LiveTensors(values)
@@ -212,11 +251,16 @@ def _described(role: str, parts: Mapping[str, LocalBox]) -> dict[str, tuple[str,
 
 
 def _local_tensors(
-    parts: ByRole, tensors: Mapping[str, Described], writers: WriterGroup
+    parts: ByRole, tensors: Mapping[str, Described], kind: Kind, writers: WriterGroup
 ) -> Holding:
     """The same for the other ranks; other states differ between ranks, and rank 0's are saved."""
+
+    def described(role: str, name: str, part: LocalBox) -> LocalTensor:
+        cuts = None if FileRole(role, kind).is_adapter else part.cuts  # which is one file
+        return LocalTensor(tensors[role][name][0], part.shape, part.box, cuts)
+
     return {
-        role: {n: LocalTensor(tensors[role][n][0], p.shape, p.box) for n, p in local_boxes.items()}
+        role: {name: described(role, name, part) for name, part in local_boxes.items()}
         for role, local_boxes in parts.items()
         if writers.rank == 0 or not FileRole(role).is_of_rank_0
     }
@@ -247,6 +291,10 @@ class LiveTensors:
     def hash(self, shard: Shard, name: str) -> str:
         """The hash of one tensor's bytes."""
         return write_tensor(None, self.groups[shard.role][name])
+
+    def blocks(self, shard: Shard, name: str, size: int) -> list[str]:
+        """The hash of each ``size`` of these bytes."""
+        return block_hashes(self.groups[shard.role][name], size)
 
 
 def now() -> str:
@@ -303,12 +351,13 @@ def _shards(
     """The files of every role of which this rank writes a part.
 
     Several ranks share those of layout ``full``, and an adapter's in both layouts. Otherwise they
-    are in the folder of this rank, and contain the box of each tensor in their header.
+    are in the folder of this rank, and contain the box of each tensor in their header; an adapter's
+    boxes too, where ranks have no folder in common (``_apart`` makes one file of them).
     """
     shards: list[Shard] = []
     for name, local_boxes in parts.items():
         role, whole = FileRole(name, kind), tensors.get(name, {})
-        is_boxed = writers.layout == "distributed" and not role.is_adapter
+        is_boxed = writers.layout == "distributed" and (writers.is_apart or not role.is_adapter)
         is_joint = writers.size > 1 and not (role.is_of_rank_0 or is_boxed)
         held = {tensor: (whole[tensor][0], p.box.shape) for tensor, p in local_boxes.items()}
         described = whole if is_joint else held
@@ -391,12 +440,34 @@ def _checked(companions: Mapping[str, bytes], taken: Collection[str]) -> Mapping
 def _plan(states_of_ranks: list[tuple[Holding, Mapping[str, Any]]], rank: int) -> SavePlan:
     mine = shared_out([tensors for tensors, _ in states_of_ranks])[rank]
     whole: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
-    optimizers: dict[str, dict[str, Any]] = {}
-    for tensors, states in states_of_ranks:
+    for tensors, _ in states_of_ranks:
         for role, local_tensors in tensors.items():
             for name, tensor in local_tensors.items():
                 whole.setdefault(role, {}).setdefault(name, (tensor.dtype, tensor.shape))
+    return SavePlan(whole, mine, _merged_states([states for _, states in states_of_ranks]))
+
+
+def _merged_states(of_ranks: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    optimizers: dict[str, dict[str, Any]] = {}
+    for states in of_ranks:
         for role, state in states.items():
-            merged = optimizers.setdefault(role, {})
-            merged |= {name: slots for name, slots in state.items() if name not in merged}
-    return SavePlan(whole, mine, optimizers)
+            known = optimizers.setdefault(role, {})
+            known |= {name: slots for name, slots in state.items() if name not in known}
+    return optimizers
+
+
+def _with_grid(plan: SavePlan, grid: Grid, holding: Holding, rank: int) -> SavePlan:
+    """``plan`` with the tensors of ``grid``, and with those that this rank alone saves."""
+    tensors = {role: dict(described) for role, described in plan.tensors.items()}
+    mine = {role: dict(boxes) for role, boxes in plan.mine.items()}
+    boxes = grid.boxes_of(rank)
+    for rule in grid.rules:
+        role, _, name = rule.tensor.partition("/")
+        tensors.setdefault(role, {})[name] = rule.dtype, rule.shape
+        if rule.tensor in boxes:
+            mine.setdefault(role, {})[name] = boxes[rule.tensor]
+    for role, local in holding.items():
+        if FileRole(role).is_of_rank_0:
+            tensors[role] = {name: (tensor.dtype, tensor.shape) for name, tensor in local.items()}
+            mine[role] = {name: tensor.box for name, tensor in local.items()}
+    return replace(plan, tensors=tensors, mine=mine, grid=grid if grid.rules else None)

@@ -10,16 +10,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from ...errors import CheckpointError
 from ...log import fell_back
 from ...storage import files
 from ...storage.folder_lock import FolderIdentity, FolderLock, lock
+from ..apart import Apart
 from ..disk import retention
 from ..disk.commit import committed, step_of
 from ..disk.manifest import MANIFEST, Kind
@@ -28,6 +28,7 @@ from ..state.roles import Stateful
 from ._snapshot_buffer import lacks_room
 from ._writer_process import Background
 from ._writing import Saved
+from .listeners import SaveListener
 from .preparation import ALONE, WriterGroup, prepare
 
 logger = logging.getLogger(__name__)
@@ -36,37 +37,6 @@ logger = logging.getLogger(__name__)
 def _opened(root: Path) -> FolderIdentity | None:
     with files.raising(CheckpointError, f"cannot save to {root}"):
         return FolderIdentity(root) if files.exists(root) else None
-
-
-class SaveListener(Protocol):
-    """Follows the saves of one run on rank 0, as a mirror in an object store does."""
-
-    @property
-    def steps(self) -> Collection[int]:
-        """Steps whose checkpoints it keeps: the retention policy decides about them as well."""
-
-    @property
-    def protected(self) -> Collection[int]:
-        """Steps whose checkpoints must not be deleted yet."""
-
-    def on_save(self, replaces: Collection[str]) -> None:
-        """A save begins; the checkpoints that it ``replaces`` are deleted when it is committed."""
-
-    def on_committed(self, path: Path, replaces: Collection[str]) -> None:
-        """``path`` is committed, and the checkpoints that it ``replaces`` are deleted."""
-
-    def on_deleted(self, names: Collection[str]) -> None:
-        """The checkpoints of these ``names`` are deleted by the retention policy."""
-
-    def on_poll(self) -> None:
-        """The loop is between two steps. Must return at once."""
-
-    def finish(self) -> None:
-        """Wait until nothing is left to do. Raises ``CheckpointError`` if something failed."""
-
-
-class RunMirror(SaveListener, AbstractContextManager["RunMirror"], Protocol):
-    """Uploads what is saved; at the end of the block it waits until everything is uploaded."""
 
 
 @dataclass(eq=False)
@@ -115,6 +85,9 @@ class AsyncSaver:
     companions: Mapping[str, bytes] = field(default_factory=dict)
     on_busy: Literal["wait", "skip"] = "wait"
     """Whether a save waits for one in flight, or is skipped."""
+    apart: Apart | None = None
+    """The store in which the ranks save, if they have no folder in common. ``root`` is then a name
+    only: a save is committed once it is there."""
     newest: Path | None = field(init=False, default=None)
     blocking_seconds: float = field(init=False, default=0.0)  # for which the loop has waited
     num_committed: int = field(init=False, default=0)
@@ -141,12 +114,14 @@ class AsyncSaver:
             )
         self._folder = None if self.writers.rank else _opened(self._root)
         self._times = Times(self._root)
+        self._part = self._root if self.apart is None else self.apart.part_of(self.writers.rank)
         self._done: list[Path] = []  # committed, and not yet returned to the caller
 
     @property
     def in_flight(self) -> Path | None:
         """The checkpoint that is being written."""
-        return self._flight.target
+        target = self._flight.target
+        return None if target is None else self.path_of(step_of(target))
 
     def path_of(self, step: int) -> Path:
         """The folder of the checkpoint of ``step``."""
@@ -229,11 +204,12 @@ class AsyncSaver:
             try:
                 # What rank 0 alone can find out comes first, and all do what it does: those that
                 # began a save without it would wait for it, or for what it exchanges next.
-                replaces, problem = self._before(step, metrics, protected)
-                if problem := self.writers.from_first(problem):
+                before = self.writers.from_first(self._before(step, metrics, protected))
+                replaces, problem = before
+                if problem is not None:
                     raise CheckpointError(problem)
                 job, live = prepare(
-                    self._root,
+                    self._part,
                     step,
                     states,
                     kind=kind or self.kind,
@@ -250,11 +226,12 @@ class AsyncSaver:
             self._num_shared = self._num_shared + 1 if share else 1
             job = replace(
                 job,
-                forget=replaces,
+                forget=[] if self.writers.rank and self.apart is None else replaces,
                 beside=self.beside,
                 share=share,
                 most_sharing=self._rule.most_sharing,
                 makes_root=False,
+                apart=self.apart,
             )
             for listener in self.listeners:
                 listener.on_save(replaces)
@@ -297,7 +274,11 @@ class AsyncSaver:
         """The same, once the save in flight has ended."""
         began = time.monotonic()
         self.update(wait=True)
-        self.newest = self.writers.from_first(self.newest)  # the others know of their part only
+        newest = self.newest  # the others know of their part only, and may have another root
+        if newest is not None and newest.parent == self._root:
+            newest = Path(newest.name)
+        newest = self.writers.from_first(newest)
+        self.newest = None if newest is None else self._root / newest
         self.blocking_seconds += time.monotonic() - began
         return self.poll()
 
@@ -369,12 +350,14 @@ class AsyncSaver:
         figures = saved.path.name, saved.num_bytes, saved.num_shared, saved.seconds
         logger.debug("%s: %d bytes, %d of them shared, in %.2f s", *figures)
         if saved.is_committed:
-            self.newest = saved.path
+            path = self.path_of(step_of(saved.path))
+            self.newest = path
             self.num_committed, self.save_seconds = self.num_committed + 1, saved.seconds
-            self._done.append(saved.path)
-            self._log_deleted(saved.replaced)
+            self._done.append(path)
+            if not self.writers.rank:
+                self._log_deleted(saved.replaced)
             for listener in self.listeners:
-                listener.on_committed(saved.path, saved.replaced)
+                listener.on_committed(path, saved.replaced)
 
     def _log_deleted(self, names: Sequence[str]) -> None:
         """One line for the checkpoints that are gone; on the first rank, which has their names."""
@@ -401,7 +384,7 @@ class AsyncSaver:
         all_protected = {*protected, *pinned(self._root)}
         all_protected |= {step_of(path) for path in (self._resumed_from, newest) if path}
         for listener in self.listeners:
-            saved = dict.fromkeys(listener.steps) | saved
+            saved = {step: self._times.known(step) for step in listener.steps} | saved
             all_protected |= set(listener.protected)
         verdicts = retention.decide(
             saved,

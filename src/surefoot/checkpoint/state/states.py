@@ -445,6 +445,7 @@ class LocalBox:
     values: torch.Tensor  # of the box; shares memory with the tensor
     shape: tuple[int, ...]  # of the whole tensor
     box: Box
+    cuts: Cuts = ()  # how it is sharded
 
     def narrowed(self, box: Box) -> LocalBox:
         """The part of it that is inside ``box``."""
@@ -481,7 +482,7 @@ def local_box_of(name: str, tensor: torch.Tensor, cuts: Cuts | None = None) -> L
             f"{name}: this rank has {list(values.shape)}, expected {list(box.shape)} of "
             f"{list(shape)}"
         )
-    return LocalBox(values, shape, box)
+    return LocalBox(values, shape, box, cuts)
 
 
 def _axes(tensor: DTensor) -> tuple[str, ...]:

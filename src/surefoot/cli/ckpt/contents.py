@@ -61,7 +61,7 @@ def ls(folder: Path | Address, verify: bool, as_json: bool, read_as: Reading) ->
     finds a damaged one.
     """
     if isinstance(folder, Address):
-        from ...checkpoint.looking.listing import stores
+        from ...checkpoint.remote import stores
 
         lines = stores().lines(folder, verified=verify)
     else:

@@ -142,7 +142,7 @@ def verify_command(checkpoint: Path | Address, full: bool, as_json: bool, read_a
     """
     began = time.perf_counter()
     if isinstance(checkpoint, Address):
-        from ...checkpoint.looking.listing import stores
+        from ...checkpoint.remote import stores
 
         report = stores().verify(checkpoint, full=full)
     else:

@@ -26,7 +26,7 @@ from ...cli.table import JSON, cell, console, fitted, number, print_json
 from ...errors import RunError, SurefootError, counted, installation
 from ...run.goodput import PARTS, ledger_of
 from ...storage.remote import Address, default_cache, is_address
-from ...terminal_text import duration, one_line
+from ...terminal_text import duration, one_line, visible
 from ...training.callbacks.launches import request_stop
 from .board import Board, matches
 from .run_folders import find_runs, is_run
@@ -264,13 +264,17 @@ def stop(place: str, *, no_wait: bool) -> None:
     """Let RUN finish its step, save and end, as Ctrl-C does: it exits with 130.
 
     RUN is the folder of a run that trains on this machine or on another one that sees the folder
-    too. The run looks for the request about once a second, between two steps. The next launch
+    too, or the URL of a run in an object store, wherever it trains. The run looks for the request
+    about once a second, between two steps, and every 15 seconds in a store. The next launch
     resumes. If a launcher restarts whatever ends with an error, end its job there instead.
     """
-    advice = "name the folder of a run"
     if is_address(place):
-        advice += ", on the machine that trains it: stop it there"
-    folder = _folder(place, advice)
+        from ...checkpoint.remote import stores
+
+        for line in stores().stop(_address(place), wait=not no_wait):
+            click.echo(visible(line), err=True)
+        return
+    folder = _folder(place, "name the folder of a run")
     before = state_of(folder)
     if before.evidence == "starting":
         raise RunError(f"{place}: is not training yet; try again when it has begun")
@@ -296,11 +300,18 @@ def stop(place: str, *, no_wait: bool) -> None:
 
 def _folder(place: str, advice: str) -> Path:
     """A folder, or that of a run in an object store on this machine. Raises ``RunError``."""
-    path = default_cache() / Address(place).slug if is_address(place) else Path(place)
+    path = default_cache() / _address(place).slug if is_address(place) else Path(place)
     path = path.absolute()
     if not path.is_dir():
         raise RunError(f"{place}: no such folder; {advice}")
     return path
+
+
+def _address(place: str) -> Address:
+    try:
+        return Address(place)
+    except ValueError as error:
+        raise RunError(str(error)) from None
 
 
 def _watched(places: Sequence[str]) -> list[Path]:

@@ -35,9 +35,12 @@ from ...storage.files import digest
 from ...storage.parallel_work import in_parallel
 from ...storage.remote import Address
 from ...terminal_text import in_bytes
+from ...training.callbacks.launches import NAME as RECORD
 from .lineage import (
+    FIRST,
     LAUNCHES,
     MAX_CLAIM,
+    OTHERS,
     Lineage,
     Stored,
     StoredLaunch,
@@ -134,10 +137,16 @@ class Contents:
         """Whether there is the id of the run."""
         return 0 < self.files.get(RUN_ID, 0) <= _MAX_ID
 
-    @property
-    def of_the_run(self) -> list[str]:
-        """The files outside of checkpoints: recipe, metrics, plots."""
-        return [name for name in self.files if not name.startswith((".", "checkpoint-"))]
+    @cached_property
+    def of_the_run(self) -> dict[str, str]:
+        """The files outside of checkpoints (recipe, metrics, plots), and what each is called here:
+        those of the latest launch that has sent all of its own, the record of launches last."""
+        latest = self.lineage.latest or StoredLaunch(FIRST)
+        numbers = latest.number, *(number for _, number in reversed(latest.history))
+        places = [StoredLaunch(number).place for number in numbers]
+        place = next((place for place in places if place + RECORD in self.files), "")
+        names = {n.removeprefix(place): n for n in self.files if n.startswith(place)}
+        return {name: there for name, there in names.items() if not name.startswith(OTHERS)}
 
 
 def upload(store: Store, folder: Path, *, launch: int | None = None, replace: bool = False) -> int:
@@ -232,7 +241,7 @@ def download(store: Store, name: str, root: Path) -> Path:
 
     Raises ``StoredDamageError`` if it is incomplete, or its hashes do not match.
     """
-    text, manifest = _whole_manifest(store, name)
+    text, manifest = whole_manifest(store, name)
     target = root / f"checkpoint-{manifest.step}"
     size = sum(manifest.files.values())
     logger.info("downloading %s (%s) from %s", name, in_bytes(size), store.address)
@@ -290,7 +299,7 @@ def _fetch(store: Store, name: str, checkpoint: CheckpointFolder, names: Sequenc
             file.sync()
 
 
-def _whole_manifest(store: Store, name: str) -> tuple[bytes, Manifest]:
+def whole_manifest(store: Store, name: str) -> tuple[bytes, Manifest]:
     """The manifest of a checkpoint, which must match the listed files and their lengths. Raises
     ``StoredDamageError``."""
     there, address = Contents(store.list(name)), store.address.inside(name)
@@ -372,7 +381,7 @@ def verify(store: Store, name: str, *, full: bool) -> Report:
     report = Report(Path(name), checked="every byte checked" if full else "lengths checked")
     try:
         if not full:
-            _whole_manifest(store, name)
+            whole_manifest(store, name)
             return report
         with tempfile.TemporaryDirectory(prefix="surefoot-verify-") as folder:
             download(store, name, Path(folder))

@@ -142,7 +142,7 @@ def _weights_and_configuration(checkpoint: Path) -> Iterator[str]:
             f"open; run `surefoot export {checkpoint} FOLDER`, then `surefoot push FOLDER`"
         )
     for name in sorted(manifest.files):
-        roles = {piece.tensor.partition("/")[0] for piece in manifest.pieces_of_file.get(name, ())}
+        roles = {piece.tensor.partition("/")[0] for piece in manifest.pieces_of(name)}
         is_state = bool(roles) and all(r == "state" or r.endswith("optimizer") for r in roles)
         if not is_state and name not in _OF_A_RESUME:
             yield name

@@ -9,6 +9,9 @@ from there on. The checkpoints of that history are those of the run; all others 
 they come. A launch counts if the checkpoint that it continues is still there, if it began from
 nothing, or if it has stored a checkpoint. Otherwise a late deletion by an older launch could leave
 a run without any.
+
+The run's other files (recipe, metrics, plots), which a launch writes again and again, have a place
+of their own for each launch, too: ``launch-2/metrics.jsonl``; those of the first are at the top.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ LAUNCHES = ".launches"
 _CLAIM = re.compile(rf"{re.escape(LAUNCHES)}/(\d{{5,9}})\.json")
 _STORED = re.compile(r"checkpoint-(0|[1-9]\d{0,17})(?:\.launch-([1-9]\d{0,8}))?")
 MAX_CLAIM = 1 << 20  # bytes
+OTHERS = (".", "checkpoint-", "launch-")  # how names at the top begin that are no files of the run
 FIRST = 1  # its checkpoints have no number in their name, as those of earlier versions
 Stored = tuple[int, int]  # the step of a checkpoint in a store, and the number of its launch
 
@@ -73,6 +77,16 @@ class StoredLaunch:
     def file(self) -> str:
         """Its claim."""
         return f"{LAUNCHES}/{self.number:05d}.json"
+
+    @property
+    def stop(self) -> str:
+        """What whoever wants it to stop creates."""
+        return f"{LAUNCHES}/{self.number:05d}.stop"
+
+    @property
+    def place(self) -> str:
+        """What the names of the run's files that it writes begin with."""
+        return "" if self.number == FIRST else f"launch-{self.number}/"
 
     def has(self, stored: Stored) -> bool:
         """Whether a checkpoint is one of its history, or its own."""

@@ -18,6 +18,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections import defaultdict
@@ -35,6 +36,7 @@ from ...storage.child import Child
 from ...storage.parallel_work import in_parallel
 from ...storage.remote import Address
 from ...terminal_text import in_bytes
+from ...training.callbacks.launches import NAME as RECORD
 from .checkpoints import (
     MAX_RUN_FILE,
     WORKERS,
@@ -44,7 +46,8 @@ from .checkpoints import (
     remove,
     upload,
 )
-from .lineage import FIRST, Stored, StoredLaunch, name_of, stored_of
+from .lineage import FIRST, OTHERS, Stored, StoredLaunch, name_of, stored_of
+from .stopping import keep_looking
 from .store import Store
 
 logger = logging.getLogger(__name__)
@@ -72,6 +75,8 @@ class Mirror:
     A listener of the saver (``SaveListener``), and a context manager: at its end, unless the run
     failed, it waits until everything is uploaded.
     """
+
+    _brings_run_files = True  # with each task
 
     def __init__(
         self,
@@ -119,6 +124,7 @@ class Mirror:
         return {step for step in steps if step is not None}
 
     def __enter__(self) -> Mirror:
+        self._working()  # it also looks for requests to stop
         self._start()  # what an earlier start of the run could not upload
         return self
 
@@ -224,14 +230,26 @@ class Mirror:
         if step is None and not forget and not run_files:
             return
         replace = step is not None and self._checkpoints[step].in_store == "damaged"
-        self._task = {"upload": step, "replace": replace, "forget": forget}
+        self._send(step, forget, replace=replace, run_files=run_files or self._brings_run_files)
+
+    def _send(
+        self, upload: int | None, forget: Collection[str], *, replace: bool, run_files: bool
+    ) -> None:
+        """Give the worker a task. Whatever it is, the worker looks first whether a later launch has
+        begun."""
+        names = ("upload", "forget", "replace", "run_files")
+        self._task = dict(zip(names, (upload, forget, replace, run_files), strict=True))
+        self._working().send(self._task)
+
+    def _working(self) -> Child | _Inline:
+        """What does the tasks; started if it does not run."""
         if isinstance(self._worker, Child) and self._worker.code is not None:  # it was killed
             self._worker = None
         if self._worker is None:
             self._worker = _start_worker(
                 self.address, self._folder, self._seconds, self._launch.number
             )
-        self._worker.send(self._task)
+        return self._worker
 
     def _start_and_wait(self, *, run_files: bool = False) -> None:
         """Wait until there is nothing left to do, or something failed."""
@@ -275,11 +293,14 @@ class Mirror:
                 self._checkpoints[old].has_failed = True  # not again and again
         self._void = [] if self._has_committed else self._void  # tried once
         if step is not None:
-            self._checkpoints[step].in_store = "whole"
-            self._launches[step], self._has_committed = self._launch.number, True
+            self._is_stored(step)
             size = in_bytes(answer["num_bytes"])
             message = "uploaded checkpoint-%d to %s (%s in %.1f s)"
             logger.info(message, step, self.address, size, answer["seconds"])
+
+    def _is_stored(self, step: int) -> None:
+        self._checkpoints[step].in_store = "whole"
+        self._launches[step], self._has_committed = self._launch.number, True
 
     def _steps(self, names: Iterable[str]) -> list[int]:
         """The steps of checkpoints of this run among ``names``."""
@@ -291,6 +312,28 @@ class Mirror:
         self._failure = None
         for checkpoint in self._checkpoints.values():
             checkpoint.has_failed = False
+
+
+class MirrorOfRanks(Mirror):
+    """The same where ranks upload their parts by themselves, with the files of the run before each
+    commit (``apart``): what is deleted, and the files of the run at its end, are left."""
+
+    _brings_run_files = False
+
+    def on_save(self, replaces: Iterable[str]) -> None:
+        """Look whether a later launch has begun: the save that finds it may only be logged
+        (``checkpoint.on_save_error: continue``)."""
+        super().on_save(replaces)
+        if self._task is None:
+            self._send(None, (), replace=False, run_files=False)
+
+    def on_committed(self, path: Path, replaces: Iterable[str]) -> None:
+        """It is in the store."""
+        self._is_stored(step_of(path))
+        super().on_committed(path, replaces)
+
+    def _next(self) -> None:
+        return None
 
 
 def _start_worker(address: Address, folder: Path, seconds: float, launch: int) -> Child | _Inline:
@@ -327,9 +370,10 @@ class Uploader:
     """Does the tasks of one launch, one after another."""
 
     def __init__(self, store: Store, folder: Path, launch: int = FIRST) -> None:
-        self._store = store
+        self.store = store
         self._folder = folder
         self._launch = launch
+        self._place = StoredLaunch(launch).place
         self._sent: dict[str, Stamp] = {}  # files of the run that are in the store as they are here
 
     def serve(self, task: Task) -> Answer:
@@ -346,19 +390,20 @@ class Uploader:
             return {"error": f"cannot upload: {type(error).__name__}: {error}"}
 
     def _do(self, task: Task) -> Answer:
-        claim(self._store, self._folder)
-        refuse_late(self._store, self._launch)
-        self._upload_run_files()  # first: metrics must not lag behind a step
+        claim(self.store, self._folder)
+        refuse_late(self.store, self._launch)
+        if task["run_files"]:
+            self.upload_run_files()  # first: metrics must not lag behind a step
         num_bytes, step = 0, task["upload"]
         if step is not None:
             path = self._folder / f"checkpoint-{step}"
-            num_bytes = upload(self._store, path, launch=self._launch, replace=task["replace"])
+            num_bytes = upload(self.store, path, launch=self._launch, replace=task["replace"])
         forgotten: list[str] = []
         problem = None
         try:
             for old in task["forget"]:
-                refuse_late(self._store, self._launch)
-                remove(self._store, old)
+                refuse_late(self.store, self._launch)
+                remove(self.store, old)
                 forgotten.append(old)
         except AnotherRunError:
             raise
@@ -366,14 +411,13 @@ class Uploader:
             problem = f"cannot delete an old checkpoint: {error}"
         return {"num_bytes": num_bytes, "forgotten": forgotten, "problem": problem}
 
-    def _upload_run_files(self) -> None:
+    def upload_run_files(self) -> None:
         """Upload the run's files that have changed: recipe, metrics, plots, results; no checkpoints
         and no hidden files."""
         changed: dict[str, Stamp] = {}
         for parent, folders, names in os.walk(self._folder):
             below = Path(parent).relative_to(self._folder)
-            others = (".", "checkpoint-")
-            folders[:] = [name for name in folders if not str(below / name).startswith(others)]
+            folders[:] = [name for name in folders if not str(below / name).startswith(OTHERS)]
             for name in (str(below / name) for name in names):
                 path = self._folder / name
                 if is_plain_name(name) and path.is_file() and not path.is_symlink():
@@ -385,10 +429,12 @@ class Uploader:
         def send(name: str) -> None:
             with files.raising(CheckpointError):
                 data = files.read_inside(self._folder, name, MAX_RUN_FILE)
-            self._store.write(name, data)
+            self.store.write(self._place + name, data)
             self._sent[name] = changed[name]
 
-        in_parallel(send, sorted(changed), WORKERS)
+        in_parallel(send, sorted(changed.keys() - {RECORD}), WORKERS)
+        if RECORD in changed:  # last: the others are there
+            send(RECORD)
 
 
 def main(url: str, folder: Path, seconds: float, launch: int) -> None:
@@ -397,6 +443,9 @@ def main(url: str, folder: Path, seconds: float, launch: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     os.nice(19)  # not idle, as the writer: a run may end while other jobs take all cores
     uploader = Uploader(Store(Address(url), seconds=seconds), folder, launch)
+    asked = Store(Address(url), seconds=0), folder, launch
+    looks = threading.Thread(target=keep_looking, args=asked, daemon=True)
+    looks.start()  # beside an upload, which may take an hour
     with contextlib.suppress(BrokenPipeError):
         for line in sys.stdin.buffer:
             with _alone(folder):

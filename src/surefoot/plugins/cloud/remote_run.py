@@ -11,20 +11,24 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ...checkpoint.apart import Apart, RankPart
 from ...checkpoint.disk import strict_json
 from ...checkpoint.disk.commit import committed, named, step_of
-from ...checkpoint.disk.manifest import MANIFEST, is_plain_name
+from ...checkpoint.disk.folder import CheckpointFolder
+from ...checkpoint.disk.manifest import MANIFEST, Piece, is_plain_name
 from ...checkpoint.looking.listing import CheckpointLine
 from ...checkpoint.verification import Found, Report, refuse_damaged, set_aside, verify_checkpoint
 from ...errors import CheckpointError, RunError
+from ...parallel.sharding import Box
 from ...recipe.files import RUN_RECIPE
 from ...storage import files
 from ...storage.remote import Address, default_cache
+from .apart import PieceReader, RankUpload, outline, roll_forward
 from .checkpoints import (
     MAX_RUN_FILE,
     RUN_ID,
@@ -34,10 +38,13 @@ from .checkpoints import (
     download,
     list_store,
     run_id,
+    upload,
     verify,
+    whole_manifest,
 )
-from .lineage import Stored, StoredLaunch, local_name, name_of, stored_of
-from .mirror import Mirror
+from .lineage import FIRST, Stored, StoredLaunch, local_name, name_of, stored_of
+from .mirror import Mirror, MirrorOfRanks
+from .stopping import stop
 from .store import Store
 
 logger = logging.getLogger(__name__)
@@ -53,7 +60,9 @@ class StoredRun:
     folder: Path  # where the run works
     contents: Contents
     seconds: float  # of failures in a row, before an upload has failed
+    is_apart: bool = False  # whether its machines have no folder in common
     damaged: set[int] = field(default_factory=set)  # steps that are in the store, but not whole
+    launch: StoredLaunch | None = None  # this one, once it has begun
 
     @property
     def address(self) -> Address:
@@ -68,11 +77,14 @@ class StoredRun:
     def newest_sound(self) -> Path | None:
         """The local folder to resume from; None if there is no checkpoint anywhere. Raises
         ``CheckpointError`` if there are some, none of which is valid."""
+        self._roll_forward()
         newest = max(self.steps, default=-1)
         for stored in self.contents.uncommitted:
             if stored[0] > newest:
                 message = "%s was never committed in %s (its upload was interrupted): skipped"
                 logger.info(message, name_of(stored), self.address)
+        if self.is_apart:
+            return self._newest_outline()
         local = {step_of(path): path for path in named(self.folder)}
         local = {step: path for step, path in local.items() if self._is_of_the_run(path)}
         damaged_here: list[tuple[Path, str]] = []
@@ -104,6 +116,56 @@ class StoredRun:
         nothing_sound = Found(None, [*damaged_here, *damaged_there])
         refuse_damaged(str(self.address), nothing_sound, "choose another train.output_dir")
         return None
+
+    def _roll_forward(self) -> None:
+        """Commit the latest checkpoint that was uploaded whole by ranks of which none has lived to
+        commit it."""
+        latest = self.contents.lineage.latest
+        newest = max(self.steps, default=-1)
+        for stored in sorted(self.contents.uncommitted, reverse=True):
+            is_next = latest is not None and latest.has(stored) and stored[0] > newest
+            if is_next and roll_forward(self.store, stored, self.contents.files):
+                self.contents = Contents.of(self.store)
+                return
+
+    def _newest_outline(self) -> Path | None:
+        """The same where ranks read what they need from the store, each for itself: its place here,
+        where there may be nothing. What one machine has saved, and not uploaded, is uploaded."""
+        newest = max(self.steps, default=-1)
+        for path in reversed(committed(self.folder)):
+            if step_of(path) > newest and self._is_of_the_run(path):
+                upload(self.store, path, launch=_own_launch(self.folder))
+                self.contents = Contents.of(self.store)
+                break
+        damaged: list[tuple[Path, str]] = []
+        for step in sorted(self.steps, reverse=True):
+            try:
+                whole_manifest(self.store, self.contents.committed[step])
+            except StoredDamageError as error:
+                self.damaged.add(step)
+                damaged.append((Path(self.contents.committed[step]), str(error)))
+                logger.warning("checkpoint-%d is skipped: %s", step, error)
+                continue
+            self._download_run_files()
+            return self.folder / f"checkpoint-{step}"
+        nothing_sound = Found(None, damaged)
+        refuse_damaged(str(self.address), nothing_sound, "choose another train.output_dir")
+        return None
+
+    def give_up(self, step: int) -> None:
+        """It is not looked at again by this process."""
+        self.damaged.add(step)
+
+    def apart(self) -> Apart:
+        """With the history of the launch."""
+        assert self.launch is not None
+        return Apart(
+            url=str(self.address),
+            launch=self.launch.number,
+            history=self.launch.history,
+            folder=str(self.folder.absolute()),
+            seconds=self.seconds,
+        )
 
     def _is_of_the_run(self, path: Path) -> bool:
         """Whether a local checkpoint is one of the run, which another launch may have taken over
@@ -145,6 +207,8 @@ class StoredRun:
 
     def get(self, name: str) -> Path:
         """One checkpoint and the logs of the run, downloaded unless a local copy exists."""
+        if self.is_apart and self.contents.folder_of(name) in self.contents.committed.values():
+            return self.folder / local_name(name)
         self._download_run_files()
         return self.load(name)
 
@@ -180,7 +244,8 @@ class StoredRun:
     def write(self, name: str, data: bytes) -> None:
         """Upload a small file of the run. Raises ``AnotherRunError``."""
         claim(self.store, self.folder)
-        self.store.write(name, data)
+        launch = StoredLaunch(_own_launch(self.folder) or FIRST)
+        self.store.write(launch.place + name, data)
 
     def mirror(self, start: Path | None) -> Mirror | None:
         """What uploads while the run trains from ``start`` on, as a launch of its own, or as the
@@ -191,20 +256,25 @@ class StoredRun:
         base = max((known for known in self.steps if known <= step), default=None)
         number, launches = _own_launch(self.folder), self.contents.launches
         has_latest = base == max(self.steps, default=None)
-        if number is None or number != max(launches, default=0) or not has_latest:
+        is_another = number != max(launches, default=0) or not has_latest
+        if number is None or is_another or self.is_apart:
             number = self._begin(base)
         if number is None:
             return None
+        if (stop := StoredLaunch(number).stop) in self.contents.files:
+            self.store.delete(stop)  # not of this start
         valid, lineage = self.contents.lineage.valid.values(), self.contents.lineage
+        self.launch = lineage.launches[number]
         damaged = [stored for stored in valid if stored[0] in self.damaged]
         leftovers = [each for each in self.contents.uncommitted if each[1] != number]
-        return Mirror(
+        kind = MirrorOfRanks if self.is_apart else Mirror
+        return kind(
             self.store,
             self.folder,
             there=[stored for stored in valid if stored not in damaged],
             damaged=damaged,
             void=[*self.contents.void, *leftovers],
-            launch=lineage.launches[number],
+            launch=self.launch,
             seconds=self.seconds,
         )
 
@@ -218,8 +288,10 @@ class StoredRun:
             nonce=secrets.token_hex(8),
         )
         is_first = self.store.create(launch.file, launch.dump())
-        self.contents, self.damaged = Contents.of(self.store), set()
+        self.contents = Contents.of(self.store)
         is_there = launch.base is None or launch.base in self.contents.lineage.committed
+        if not (self.is_apart and is_first and is_there):
+            self.damaged = set()
         if not (is_first and is_there):
             return None
         with files.raising(CheckpointError):
@@ -229,7 +301,7 @@ class StoredRun:
     def download_recipe(self) -> None:
         """Download the run's recipe, unless the run has already saved locally."""
         is_local = committed(self.folder) and files.exists(self.folder / RUN_RECIPE)
-        if RUN_RECIPE in self.contents.files and not is_local:
+        if RUN_RECIPE in self.contents.of_the_run and not is_local:
             self._download([RUN_RECIPE])
 
     def _download_run_files(self) -> None:
@@ -240,10 +312,11 @@ class StoredRun:
 
     def _download(self, names: Iterable[str]) -> None:
         for name in names:
+            there = self.contents.of_the_run[name]
             # A listing may have any names, and must not lead out of the folder.
-            if is_plain_name(name) and self.contents.files[name] <= MAX_RUN_FILE:
-                data = self.store.read(name)
-                with files.raising(RunError, f"cannot copy {self.address}/{name}"):
+            if is_plain_name(name) and self.contents.files[there] <= MAX_RUN_FILE:
+                data = self.store.read(there)
+                with files.raising(RunError, f"cannot copy {self.address}/{there}"):
                     files.make_folder((self.folder / name).parent)
                     files.write_aside(self.folder / name, data)
 
@@ -258,9 +331,11 @@ def _own_launch(folder: Path) -> int | None:
 class ObjectStores:
     """Every store that fsspec knows; see ``RemoteStores``."""
 
-    def open_run(self, address: Address, folder: Path, *, seconds: float) -> StoredRun:
+    def open_run(
+        self, address: Address, folder: Path, *, seconds: float, is_apart: bool = False
+    ) -> StoredRun:
         """Open a run. Raises ``StoreError`` if the store cannot be used."""
-        run = _open(address, folder, seconds)
+        run = replace(_open(address, folder, seconds), is_apart=is_apart)
         run.identify()
         run.download_recipe()
         return run
@@ -297,6 +372,38 @@ class ObjectStores:
         if stored_of(checkpoint.name) is None:
             raise CheckpointError(f"{checkpoint}: expected the URL of a checkpoint, …/checkpoint-N")
         return verify(Store(checkpoint.parent, seconds=60), checkpoint.name, full=full)
+
+    def save_of(self, apart: Apart, part: RankPart, is_orphan: Callable[[], bool]) -> RankUpload:
+        """One rank's part of a save."""
+        return RankUpload.of(apart, part, is_orphan)
+
+    def outline(self, apart: Apart, step: int, folder: Path) -> None:
+        """The small files of a checkpoint."""
+        store = _store_of(apart)
+        outline(store, name_of((step, apart.launch_of(step))), folder)
+
+    def fetch_file(self, apart: Apart, step: int, folder: Path, name: str) -> None:
+        """A file that the outline lacks."""
+        store, checkpoint = _store_of(apart), name_of((step, apart.launch_of(step)))
+        with files.raising(CheckpointError, f"cannot copy {checkpoint}/{name}"):
+            files.make_folder((folder / name).parent)
+            files.write_aside(folder / name, store.read(f"{checkpoint}/{name}"))
+
+    def fetch_pieces(
+        self, apart: Apart, step: int, folder: CheckpointFolder, parts: Sequence[tuple[Piece, Box]]
+    ) -> int:
+        """The tensors that a rank needs."""
+        reader = PieceReader(_store_of(apart), (step, apart.launch_of(step)), folder, apart)
+        reader.fetch(parts)
+        return reader.num_bytes
+
+    def stop(self, address: Address, *, wait: bool) -> Iterator[str]:
+        """Request that a run stops; what is to be shown meanwhile."""
+        return stop(address, wait=wait)
+
+
+def _store_of(apart: Apart) -> Store:
+    return Store(Address(apart.url), seconds=apart.seconds)
 
 
 def _open(address: Address, folder: Path, seconds: float) -> StoredRun:

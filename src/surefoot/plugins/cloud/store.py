@@ -129,6 +129,10 @@ class Store:
             return self.read(name) == data
         return True
 
+    def copy(self, name: str, target: str) -> None:
+        """Give ``target`` the content of the file ``name``; its bytes stay in the store."""
+        self._write(target, lambda path: self._files.cp_file(f"{self._root}/{name}", path))
+
     def delete(self, name: str) -> None:
         """Delete a file. It is no error if it no longer exists."""
 

@@ -106,7 +106,7 @@ def launch(
     if engine.SEES_FILES:
         check_files(loaded)
     click.echo(visible(f"{on}: {request}"), err=True)
-    if request.nodes > 1 and engine.SEES_FILES:
+    if request.nodes > 1 and engine.SEES_FILES and isinstance(place, Path):
         click.echo(visible(f"all nodes must see {loaded.train.folder} on one disk"), err=True)
     if dry_run:
         click.echo(document, nl=False)

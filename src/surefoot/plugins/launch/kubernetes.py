@@ -123,14 +123,14 @@ def _resources(request: LaunchRequest) -> str:
 
 def _must_be_on_the_volume(request: LaunchRequest, folder: PurePosixPath) -> None:
     place = request.run_folder
-    if place is None and request.nodes == 1:
-        return  # a run in a store, and its cache in the pod
-    path = PurePosixPath("" if place is None else place)  # a relative one is below it
+    if place is None:
+        return  # a run in a store, and its cache in the pods
+    path = PurePosixPath(place)  # a relative one is below it
     is_there = path.is_relative_to(folder) or not path.is_absolute()
-    if place is None or not is_there or ".." in path.parts:
+    if not is_there or ".." in path.parts:
         setting = "cache_dir" if "://" in request.output_dir else "output_dir"
         raise RunError(
-            f"train.{setting}: {place or 'not set'}, but the pods share {folder} alone, and lose "
+            f"train.{setting}: {place}, but the pods share {folder} alone, and lose "
             f"everything else when they end; set train.{setting}={folder}/runs/{request.name}"
         )
 

@@ -34,6 +34,7 @@ from ray.train import (
 from ray.train.collective import broadcast_from_rank_zero
 from ray.train.torch import TorchConfig, TorchTrainer
 
+from ...checkpoint.remote import stores
 from ...errors import (
     SKIPPED_STEPS,
     LostPeerError,
@@ -47,6 +48,7 @@ from ...parallel.ray_cluster import join
 from ...recipe.recipe import Recipe, dump, load_text
 from ...recipe.yaml import emit
 from ...run.training_run import run
+from ...storage.remote import Address
 from ...training.arguments import Context
 from ...training.callback import TrainerCallback, TrainerControl, TrainerState
 from ...training.callbacks.launches import request_stop, shown, take_stop_request
@@ -57,6 +59,8 @@ logger = logging.getLogger(__name__)
 SETTINGS = ("address", "max_failures", "storage", "cpus")
 SEES_FILES = True  # the disk of the driver
 _LOOK = 1.0  # seconds between two looks for the notice of a preemption
+_STORES_OF_RAY = ("s3", "gs", "gcs", "abfs", "abfss", "file")  # those of pyarrow
+_AGAIN = 15.0  # seconds between two requests to stop in a store
 _PAUSE = 0.5  # seconds between two looks whether the workers have ended
 
 
@@ -75,18 +79,22 @@ def _plan(request: LaunchRequest) -> dict[str, Any]:
             **({"GPU": 1} if request.gpus else {}),
         },
         "max_failures": request.number("max_failures", 3),
-        "storage_path": str(Path(request.settings.get("storage") or _storage(request)).absolute()),
+        "storage_path": _storage(request),
     }
 
 
 def _storage(request: LaunchRequest) -> str:
     """Where Ray keeps its own files, which all nodes must see: beside those of the run."""
-    if request.run_folder is None:
-        raise RunError(
-            f"train.cache_dir: not set; all nodes must see the local folder of a run in "
-            f"{request.output_dir}, so set it to a folder on a disk that they share"
-        )
-    return f"{request.run_folder}/.ray"
+    place = request.settings.get("storage")
+    if place is None:
+        place = f"{request.run_folder or request.output_dir}/.ray"
+        scheme, _, rest = place.partition("://")
+        if rest and scheme not in _STORES_OF_RAY:
+            raise RunError(
+                f"--set storage=... is missing: Ray cannot keep its own files at {scheme}://; name "
+                "a folder that all nodes see, or a URL of S3, Google or Azure"
+            )
+    return place if "://" in place else str(Path(place).absolute())
 
 
 def train(recipe: Recipe, request: LaunchRequest) -> int:
@@ -117,12 +125,13 @@ def train(recipe: Recipe, request: LaunchRequest) -> int:
             failure_config=FailureConfig(max_failures=plan["max_failures"]),
         ),
     )
-    driver = RayDriver(folder)
+    place = recipe.train.output_dir
+    driver = RayDriver(folder, place if isinstance(place, Address) else None)
     result = driver.fit(trainer)
     if result.get("error"):
         raise RunError(result["error"])
     if not result["signal"]:
-        logger.info("trained: %d steps; the run is in %s", result["step"], folder)
+        logger.info("trained: %d steps; the run is in %s", result["step"], place)
         return SKIPPED_STEPS if result["skipped"] else 0
     logger.info("stopped at step %d, saved; run the same command to resume", result["step"])
     return 128 + (driver.received or result["signal"])
@@ -133,7 +142,9 @@ class RayDriver:
     """Waits for the workers; a signal requests that they save and stop."""
 
     folder: Path
+    address: Address | None = None  # of a run in a store, whose folder is on other machines
     received: signal.Signals | None = None
+    _next: float = 0.0  # when the store is to have the request again
 
     def fit(self, trainer: TorchTrainer) -> dict[str, Any]:
         """What rank 0 has returned. Raises ``LostPeerError`` if the workers failed too often."""
@@ -145,9 +156,8 @@ class RayDriver:
             while not future.done():
                 time.sleep(_PAUSE)
                 # Until it ends: a launch that is just beginning removes the request as an old one.
-                if self.received is not None and self.folder.is_dir():
-                    with suppress(RunError):  # a full disk, say: tried again
-                        request_stop(self.folder)
+                if self.received is not None:
+                    self._request()
             return dict(future.result().return_value or {})
         except TrainingFailedError as error:
             raise LostPeerError(f"Ray has given up: {first_line(error)}") from error
@@ -158,6 +168,16 @@ class RayDriver:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def _request(self) -> None:
+        """Request that the run stops, where its rank 0 looks."""
+        if self.address is not None and time.monotonic() >= self._next:
+            self._next = time.monotonic() + _AGAIN
+            with suppress(SurefootError):  # it is not there yet, say: tried again
+                list(stores().stop(self.address, wait=False))
+        if self.address is None and self.folder.is_dir():
+            with suppress(RunError):  # a full disk, say: tried again
+                request_stop(self.folder)
+
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         if self.received is not None:  # it insists, as with `surefoot train`
             os._exit(128 + number)
@@ -166,7 +186,7 @@ class RayDriver:
             "%s received: the ranks finish their step and save; send it again to exit immediately",
             self.received.name,
         )
-        if not self.folder.is_dir():
+        if self.address is None and not self.folder.is_dir():
             logger.warning(
                 "waiting until this machine sees %s; `surefoot stop` works on any that does",
                 self.folder,

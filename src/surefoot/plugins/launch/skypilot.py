@@ -74,25 +74,16 @@ def _folder(request: LaunchRequest) -> str:
 
 
 def _must_outlive_its_machine(request: LaunchRequest) -> None:
-    """Checkpoints go to a volume, or, of one machine, to a store."""
+    """Checkpoints go to a volume or to a store."""
     place, folder = request.run_folder, _folder(request)
     has_volume = "volume" in request.settings
     is_there = place is not None and PurePosixPath(place).is_relative_to(folder)
-    if has_volume and is_there:
+    if "://" in request.output_dir or (has_volume and is_there):
         return
-    if "://" in request.output_dir and request.nodes == 1:
-        return
-    if request.nodes > 1 and not has_volume:
-        raise RunError(
-            f"train.output_dir: {request.output_dir}, but {request.nodes} machines need one disk "
-            "that all of them see, which a bucket is not; create a volume (`sky volumes apply`), "
-            f"and set --set volume=NAME and train.output_dir={folder}/{request.name}"
-        )
-    setting = "cache_dir" if "://" in request.output_dir else "output_dir"
     store = "" if has_volume else "a URL such as s3://bucket/run, or with --set volume=NAME "
     raise RunError(
-        f"train.{setting}: {place or 'not set'} is on the disk of the machine, which is lost with "
-        f"it; set it to {store}{folder}/{request.name}"
+        f"train.output_dir: {place} is on the disk of the machine, which is lost with it; set "
+        f"it to {store}{folder}/{request.name}"
     )
 
 

@@ -22,7 +22,6 @@ from ...checkpoint.disk import strict_json
 from ...checkpoint.disk.commit import new_folder
 from ...checkpoint.disk.folder import CheckpointFolder, open_checkpoint
 from ...checkpoint.disk.manifest import STATE as OURS
-from ...checkpoint.disk.manifest import is_safetensors
 from ...checkpoint.layouts.opening import open_folder
 from ...checkpoint.loading import load
 from ...checkpoint.sources import Progress, TensorsInMemory, TensorSource, copy
@@ -197,9 +196,8 @@ def _write_weights(opened: CheckpointFolder, network: Network, folder: Path) -> 
     # PEFT reads an adapter from one file only.
     stem, limit = ("adapter_model", None) if is_adapter else ("model", 5_000_000_000)
     copy(source, folder, stem=stem, max_shard_size=limit)
-    for name in opened.manifest.files:
-        is_weights = is_safetensors(name) or name.endswith(".safetensors.index.json")
-        if not is_weights and name not in _LEFT_OUT:
+    for name in opened.manifest.companions:
+        if not name.endswith(".safetensors.index.json") and name not in _LEFT_OUT:
             files.make_folder((folder / name).parent)
             files.write_new(folder / name, opened.small(name))
 

@@ -10,12 +10,15 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
+from ...storage.files import exists
+from ...storage.remote import Address
 from ...terminal_text import duration
 from ..arguments import Context
 from ..callback import Metrics, TrainerCallback, TrainerControl, TrainerState
@@ -81,9 +84,12 @@ class Screen(TrainerCallback):
         """Show the name of the checkpoint."""
         self._figures["checkpoint"] = f"checkpoint-{state.global_step}"
         if self._progress is None:
-            path = args.output_dir / f"checkpoint-{state.global_step}"
-            fields = {"event": "save", "step": state.global_step, "checkpoint": str(path)}
-            logger.info("saved %s", path, extra={"fields": fields})
+            name, store = f"checkpoint-{state.global_step}", args.section.output_dir
+            place: Path | Address = args.output_dir / name
+            if isinstance(store, Address) and not exists(args.output_dir / name):
+                place = store.inside(name)
+            fields = {"event": "save", "step": state.global_step, "checkpoint": str(place)}
+            logger.info("saved %s", place, extra={"fields": fields})
 
     def on_train_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
         """Leave the last state of the live line on the screen."""
