@@ -14,6 +14,7 @@ from surefoot.data.text.collation import collate, collate_pairs
 from surefoot.errors import ModelError
 from surefoot.generate.section import GenerateSection
 from surefoot.methods import Full, LoRA
+from surefoot.model.norms import is_fused
 from surefoot.model.section import ModelSection
 from surefoot.network.draft import NetworkOptions
 from surefoot.network.open import open_network
@@ -65,6 +66,12 @@ def gradients(network, total):
     total.backward()
     found = {n: p.grad.clone() for n, p in network.named.items() if p.grad is not None}
     return {name: gradient for name, gradient in found.items() if gradient.any()}
+
+
+def test_what_is_trained_has_its_norms_in_one_function(tmp_path):
+    network = opened(tmp_path)
+    norms = [m for m in network.inner.modules() if "RMSNorm" in type(m).__name__]
+    assert norms and all(map(is_fused, norms))
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])

@@ -28,6 +28,7 @@ from ..model.layers import (
 )
 from ..model.loading import grow_embeddings, new_rows, upcast_trained
 from ..model.lora_layers import enable_float32_lengths, enable_fused_lora, forms_experts
+from ..model.norms import fuse_norms
 from ..model.numerics import limit_threads
 from ..model.outputs import logprob_head_of
 from ..model.packed_attention import follow_calls, switch_to_packed
@@ -83,6 +84,12 @@ def fuse_lora(draft: Draft, _: Tensors) -> None:
             cost = "takes their memory once more in each layer, until its backward pass; name "
             cost += "method.lora.targets without them, or set model.gradient_checkpointing"
             fell_back(what, "PEFT adds the update of a parameter to its values", cost, logging.INFO)
+
+
+def fuse_rms_norms(draft: Draft, _: Tensors) -> None:
+    """Compute each RMSNorm in one autograd function."""
+    if draft.options.is_trainable:
+        fuse_norms(draft.inner)
 
 
 def recompute(draft: Draft, tensors: Tensors) -> None:
@@ -330,6 +337,7 @@ ON_THE_MODEL: Sequence[Step] = (
     initialize_adapter,  # from weights that are as they are in files
     attach_heads,  # after the method: PEFT's all-linear would wrap a head, too, and freeze it
     fuse_lora,  # only now are there PEFT's modules
+    fuse_rms_norms,  # of the copies that the method trains (modules_to_save), too
     compute_in_float8,  # looks at what is trained, which freeze would hide
     recompute,  # looks at what is trained: nothing before the first such layer is recomputed
     upcast,  # likewise
