@@ -35,6 +35,7 @@ from ..model.packed_attention import follow_calls, switch_to_packed
 from ..model.packed_mixers import follow_recomputation
 from ..model.routers import RouterBiases, check_router_loss, refuse_stages
 from ..model.section import ModelSection
+from ..model.token_tiles import tile_tokens
 from ..model.unloaded_tensors import unloaded
 from ..model.weight_matrices import refuse_read_weights
 from ..parallel.sharded_model import layers
@@ -93,8 +94,8 @@ def fuse_rms_norms(draft: Draft, _: Tensors) -> None:
 
 
 def recompute(draft: Draft, tensors: Tensors) -> None:
-    """Recompute activations in the backward pass. Raises ``RecipeError`` if the policy does not go
-    with the method."""
+    """Recompute activations in the backward pass, those of token-wise modules in tiles. Raises
+    ``RecipeError`` if the policy does not go with the method."""
     policy = draft.section.gradient_checkpointing
     if not draft.options.is_trainable:
         return
@@ -106,6 +107,9 @@ def recompute(draft: Draft, tensors: Tensors) -> None:
     recompute_activations(draft.inner, policy, keep_random=tensors.have_values)
     if draft.options.packing and policy != "none":
         follow_recomputation(draft.inner)
+    divides_matrices = draft.options.parallel.tp > 1
+    if policy in ("full", "offload") and not draft.section.compile and not divides_matrices:
+        tile_tokens(draft.inner)
 
 
 def compute_in_float8(draft: Draft, tensors: Tensors) -> None:
