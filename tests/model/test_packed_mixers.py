@@ -98,8 +98,8 @@ def test_responses_that_share_a_prompt_have_gradients_as_apart(kind):
         if branches is not None:  # the second response follows the prompt, too
             positions[15:] = torch.arange(6, 9)
         arguments = packed_arguments(model, torch.tensor(starts).int(), branches)
-        logits = model(input_ids=tokens[None], position_ids=positions[None], **arguments).logits
-        return gradients(model, logits[:, responses])
+        arguments |= {"position_ids": positions[None], "use_cache": False}
+        return gradients(model, model(input_ids=tokens[None], **arguments).logits[:, responses])
 
     branches = torch.tensor([(5, 0, 0), (6, 4, 3)]).int()
     shared = learn([first, prompt, one, two], branches, [*range(11, 18)])

@@ -46,9 +46,6 @@ class StoredSave(Protocol):
         """From now on the checkpoint exists, without ``leftovers``. Raises if a later launch has
         taken over the run."""
 
-    def ended(self) -> bool:
-        """Wait, as one of the others, until rank 0 has committed (True), failed or died."""
-
 
 class RemoteRun(Protocol):
     """The part of a run that is in an object store, as it was found at the launch."""

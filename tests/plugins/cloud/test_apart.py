@@ -100,6 +100,22 @@ def test_what_was_uploaded_and_not_committed_is_committed_by_the_next_launch(
     assert second.losses() == whole
 
 
+@pytest.mark.proof
+def test_a_report_that_is_damaged_is_named_and_the_one_before_is_taken(
+    fleet, bucket, server, whole
+):
+    launch = fleet.launch()
+    stop_at(server, launch, "PUT", r"/checkpoint-4/manifest\.json$", is_done=False)
+    launch.wait()
+    server.is_well()
+    report = next(n for n in bucket.names() if n.startswith("checkpoint-4/.reports/00001"))
+    damaged(bucket, report)
+    second = fleet.run()
+    assert "checkpoint-4 cannot be committed" in second.logs()
+    assert "resuming from checkpoint-2 at step 2" in second.logs()
+    assert second.losses() == whole
+
+
 def stop_at(server, launch, method, pattern, *, is_done, machine=None, number=signal.SIGKILL):
     """Kill (or stop) a machine at the first request like this: before it is done, or after that,
     before its answer comes."""

@@ -56,22 +56,22 @@ def save(
             stored.send(job.target, own.files, equal)
             # Of all ranks' rules, once.
             stored.report(dump(replace(own, grid=None) if job.rank else own))
-            if job.rank > 0:
-                num_bytes, is_committed = sum(own.files.values()), stored.ended()
-            else:
+            num_bytes = sum(own.files.values())
+            # The others do not wait for the commit. Where rank 0 dies before it, they would wait
+            # outside of any collective, and not learn of it; rank 0 says what is committed.
+            if job.rank == 0:
                 manifest = commit(stored, stored.reports(), str(job.target), job.root)
-                num_bytes, is_committed = sum(manifest.files.values()), True
+                num_bytes = sum(manifest.files.values())
         except CheckpointError as error:
             with contextlib.suppress(CheckpointError):  # the first one is the cause
                 stored.fail(str(error))
             raise
     seconds = time.monotonic() - began
     problem = drop_replaced(job)
-    if is_committed:
-        for path in job.apart.outdated():
-            with contextlib.suppress(OSError):  # another rank of this machine does it, too
-                files.remove_tree(path)
-    return Saved(job.target, num_bytes, 0, seconds, job.forget, problem, is_committed)
+    for path in job.apart.outdated():
+        with contextlib.suppress(OSError):  # another rank of this machine does it, too
+            files.remove_tree(path)
+    return Saved(job.target, num_bytes, 0, seconds, job.forget, problem)
 
 
 def _write_part(

@@ -38,7 +38,7 @@ from ...storage.remote import Address
 from .checkpoints import WORKERS, StoredDamageError, refuse_late, whole_manifest
 from .lineage import Stored, name_of
 from .mirror import Uploader
-from .store import MissingError, Store, StoreError
+from .store import Store, StoreError
 
 logger = logging.getLogger(__name__)
 REPORTS = ".reports"
@@ -172,30 +172,6 @@ class RankUpload:
         for name in leftovers:
             with suppress(StoreError):  # they do no harm
                 self.store.delete(f"{self.name}/{name}")
-
-    def ended(self) -> bool:
-        """Look for the manifest, or an error of rank 0."""
-        since, pause = time.monotonic(), _PAUSE
-        while not self._is_committed():
-            try:
-                list(self._reported())
-            except CheckpointError as error:
-                logger.debug("%s was not committed: %s", self.name, error)
-                return False
-            if not self.is_orphan():
-                since = time.monotonic()
-            elif time.monotonic() - since > _LAST_CHANCE:
-                return False
-            time.sleep(pause)
-            pause = min(1.5 * pause, 4 * _LONGEST)
-        return True
-
-    def _is_committed(self) -> bool:
-        try:
-            self.store.read_range(f"{self.name}/{MANIFEST}", 0, 1)
-        except MissingError:
-            return False
-        return True
 
     def _report(self, rank: int, nonce: str, end: str) -> str:
         return f"{self.name}/{REPORTS}/{rank:05d}.{nonce}.{end}"

@@ -32,6 +32,7 @@ from .apart import PieceReader, RankUpload, outline, roll_forward
 from .checkpoints import (
     MAX_RUN_FILE,
     RUN_ID,
+    AnotherRunError,
     Contents,
     StoredDamageError,
     claim,
@@ -45,7 +46,7 @@ from .checkpoints import (
 from .lineage import FIRST, Stored, StoredLaunch, local_name, name_of, stored_of
 from .mirror import Mirror, MirrorOfRanks
 from .stopping import stop
-from .store import Store
+from .store import Store, StoreError
 
 logger = logging.getLogger(__name__)
 LAUNCH = ".launch"  # a file of a local folder with the number of the launch that was there last
@@ -123,8 +124,18 @@ class StoredRun:
         latest = self.contents.lineage.latest
         newest = max(self.steps, default=-1)
         for stored in sorted(self.contents.uncommitted, reverse=True):
-            is_next = latest is not None and latest.has(stored) and stored[0] > newest
-            if is_next and roll_forward(self.store, stored, self.contents.files):
+            if latest is None or not latest.has(stored) or stored[0] <= newest:
+                continue
+            try:
+                is_done = roll_forward(self.store, stored, self.contents.files)
+            except StoreError:
+                raise
+            except AnotherRunError:
+                return  # the claim finds it, too, and lets a start be looked for again
+            except CheckpointError as error:
+                logger.warning("%s cannot be committed: %s", name_of(stored), error)
+                continue
+            if is_done:
                 self.contents = Contents.of(self.store)
                 return
 
