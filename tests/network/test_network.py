@@ -14,7 +14,7 @@ from surefoot.data.text.collation import collate, collate_pairs
 from surefoot.errors import ModelError
 from surefoot.generate.section import GenerateSection
 from surefoot.methods import Full, LoRA
-from surefoot.model.norms import is_fused
+from surefoot.model.rms_norm import is_fused
 from surefoot.model.section import ModelSection
 from surefoot.model.token_tiles import _in_tiles
 from surefoot.network.draft import NetworkOptions

@@ -51,7 +51,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..errors import ModelError, RecipeError, installation
 from ..log import fell_back
 from .lora_layers import disable_fused_lora
-from .norms import restore_norms
+from .rms_norm import restore_norms
 from .section import Recomputation
 
 Function = Callable[..., object]

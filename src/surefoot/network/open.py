@@ -28,11 +28,11 @@ from ..model.layers import (
 )
 from ..model.loading import grow_embeddings, new_rows, upcast_trained
 from ..model.lora_layers import enable_float32_lengths, enable_fused_lora, forms_experts
-from ..model.norms import fuse_norms
 from ..model.numerics import limit_threads
 from ..model.outputs import logprob_head_of
 from ..model.packed_attention import follow_calls, switch_to_packed
 from ..model.packed_mixers import follow_recomputation
+from ..model.rms_norm import fuse_norms
 from ..model.routers import RouterBiases, check_router_loss, refuse_stages
 from ..model.section import ModelSection
 from ..model.token_tiles import tile_tokens

@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import tiny
 from surefoot.model.layers import compile_layers, recompute_activations
-from surefoot.model.norms import fuse_norms, is_fused
+from surefoot.model.rms_norm import fuse_norms, is_fused
 
 SIZE, TOKENS = 64, 1100  # more than are computed at once
 KINDS = {
