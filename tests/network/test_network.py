@@ -14,7 +14,9 @@ from surefoot.data.text.collation import collate, collate_pairs
 from surefoot.errors import ModelError
 from surefoot.generate.section import GenerateSection
 from surefoot.methods import Full, LoRA
+from surefoot.model.rms_norm import is_fused
 from surefoot.model.section import ModelSection
+from surefoot.model.token_tiles import _in_tiles
 from surefoot.network.draft import NetworkOptions
 from surefoot.network.open import open_network
 from surefoot.parallel.world import ALONE
@@ -65,6 +67,24 @@ def gradients(network, total):
     total.backward()
     found = {n: p.grad.clone() for n, p in network.named.items() if p.grad is not None}
     return {name: gradient for name, gradient in found.items() if gradient.any()}
+
+
+def test_layers_that_are_recomputed_have_their_mlp_in_tiles(tmp_path):
+    for policy, changes, expected in [
+        ("full", {}, True),
+        ("none", {}, False),
+        ("full", {"compile": True}, False),
+    ]:
+        model = {"gradient_checkpointing": policy, **changes}
+        network = opened(tmp_path / f"{policy}{len(changes)}", model=model)
+        functions = [getattr(m.forward, "func", None) for m in network.inner.modules()]
+        assert (_in_tiles in functions) is expected
+
+
+def test_what_is_trained_has_its_norms_in_one_function(tmp_path):
+    network = opened(tmp_path)
+    norms = [m for m in network.inner.modules() if "RMSNorm" in type(m).__name__]
+    assert norms and all(map(is_fused, norms))
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])

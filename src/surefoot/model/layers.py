@@ -51,6 +51,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..errors import ModelError, RecipeError, installation
 from ..log import fell_back
 from .lora_layers import disable_fused_lora
+from .rms_norm import restore_norms
 from .section import Recomputation
 
 Function = Callable[..., object]
@@ -179,6 +180,7 @@ def compile_layers(layers: Sequence[nn.Module], *, backend: str = "inductor") ->
 
     for layer in layers:
         disable_fused_lora(layer)
+        restore_norms(layer)
         if getattr(layer, "gradient_checkpointing", False):
             _compile_inside(layer, compiled)
         else:

@@ -32,8 +32,10 @@ from ..model.numerics import limit_threads
 from ..model.outputs import logprob_head_of
 from ..model.packed_attention import follow_calls, switch_to_packed
 from ..model.packed_mixers import follow_recomputation
+from ..model.rms_norm import fuse_norms
 from ..model.routers import RouterBiases, check_router_loss, refuse_stages
 from ..model.section import ModelSection
+from ..model.token_tiles import tile_tokens
 from ..model.unloaded_tensors import unloaded
 from ..model.weight_matrices import refuse_read_weights
 from ..parallel.sharded_model import layers
@@ -85,9 +87,15 @@ def fuse_lora(draft: Draft, _: Tensors) -> None:
             fell_back(what, "PEFT adds the update of a parameter to its values", cost, logging.INFO)
 
 
+def fuse_rms_norms(draft: Draft, _: Tensors) -> None:
+    """Compute each RMSNorm in one autograd function."""
+    if draft.options.is_trainable:
+        fuse_norms(draft.inner)
+
+
 def recompute(draft: Draft, tensors: Tensors) -> None:
-    """Recompute activations in the backward pass. Raises ``RecipeError`` if the policy does not go
-    with the method."""
+    """Recompute activations in the backward pass, those of token-wise modules in tiles. Raises
+    ``RecipeError`` if the policy does not go with the method."""
     policy = draft.section.gradient_checkpointing
     if not draft.options.is_trainable:
         return
@@ -99,6 +107,9 @@ def recompute(draft: Draft, tensors: Tensors) -> None:
     recompute_activations(draft.inner, policy, keep_random=tensors.have_values)
     if draft.options.packing and policy != "none":
         follow_recomputation(draft.inner)
+    divides_matrices = draft.options.parallel.tp > 1
+    if policy in ("full", "offload") and not draft.section.compile and not divides_matrices:
+        tile_tokens(draft.inner)
 
 
 def compute_in_float8(draft: Draft, tensors: Tensors) -> None:
@@ -330,6 +341,7 @@ ON_THE_MODEL: Sequence[Step] = (
     initialize_adapter,  # from weights that are as they are in files
     attach_heads,  # after the method: PEFT's all-linear would wrap a head, too, and freeze it
     fuse_lora,  # only now are there PEFT's modules
+    fuse_rms_norms,  # of the copies that the method trains (modules_to_save), too
     compute_in_float8,  # looks at what is trained, which freeze would hide
     recompute,  # looks at what is trained: nothing before the first such layer is recomputed
     upcast,  # likewise
