@@ -31,6 +31,7 @@ ON_THE_HOST = {
     "generate/responses.py": {"self._generator.random(_BLOCK)[::-1]"},
     "model/_quantization.py": {"read(f'{module}.{_SHAPE}')"},
     "model/packed_attention.py": {"cu_seqlens", "branches"},
+    "model/token_tiles.py": {"differs"},  # of a trial
     "optim/_rules/few_bits.py": {"means", "-means"},
     "parallel/world.py": {"totals", "maxima", "by_axis.flatten(end_dim=-2)"},
     "run/counterfactual.py": {"read_step_file(folder, STEPS)"},

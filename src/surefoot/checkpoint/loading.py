@@ -180,9 +180,9 @@ def _read(
     """Open and check every file that is needed, then fill the tensors, several at a time."""
     wanted = sorted(_wanted(jobs), key=lambda part: part[1].num_bytes, reverse=True)
     names = sorted({piece.file for _, piece, _ in wanted})
-    targets = [_targets(job.current, job.pieces) for job in jobs]
     with ExitStack() as stack:
         opened = {name: stack.enter_context(checkpoint.tensors(name)) for name in names}
+        targets = [_targets(job.current, job.pieces) for job in jobs]  # no memory before the checks
 
         def read(part: tuple[int, Piece, str]) -> None:
             number, piece, name = part

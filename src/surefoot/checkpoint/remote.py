@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ..extensions import Extended
-from ..storage.remote import Address
 
 if TYPE_CHECKING:
     from ..parallel.sharding import Box
+    from ..storage.remote import Address
     from .apart import Apart, RankPart
     from .disk.folder import CheckpointFolder
     from .disk.manifest import Piece

@@ -222,7 +222,7 @@ def test_an_adapter_becomes_peft(checkpoint, tmp_path):
         (["--layout", "whole"], "'whole' is not one of 'full', 'distributed'"),
         (["--to", "trainer", "--mesh", "dp_shard=2"], "--mesh cannot be used with --to trainer"),
         (["--to", "dcp", "--layout", "full"], "--layout cannot be used with --to dcp"),
-        (["--to", "peft", "--base", "x"], "--base cannot be used with --to peft"),
+        (["--to", "peft", "--base", "x"], "--base of an adapter by itself needs --experts single"),
         (
             ["--layout", "full", "--trust-pickle"],
             "--trust-pickle cannot be used with a Surefoot checkpoint",
