@@ -38,12 +38,13 @@ class Apart:
         return inside(self.folder) / str(self.launch) / f"machine_{machine:05d}"
 
     def outdated(self) -> list[Path]:
-        """What nobody reads once this launch has committed: parts of other launches, and outlines.
-        Both are in the store."""
+        """What nobody reads once this launch has committed: parts of earlier launches, and
+        outlines. Both are in the store. A later launch may have taken over on this machine."""
         root = inside(self.folder)
-        own, others = root / str(self.launch), [root / name for name in files.names_in(root)]
+        earlier = [root / n for n in files.names_in(root) if n.isdigit() and int(n) < self.launch]
+        own = root / str(self.launch)
         outlines = [own / n for n in files.names_in(own) if n.startswith("machine_")]
-        return [*(path for path in others if path != own), *outlines]
+        return [*earlier, *outlines]
 
 
 @dataclass(frozen=True, kw_only=True)

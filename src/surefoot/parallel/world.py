@@ -63,7 +63,8 @@ class World:
 
     @property
     def first_local_rank(self) -> int:
-        """The rank that is the first one of this machine."""
+        """The rank that is the first one of this machine, if ranks are numbered machine by
+        machine."""
         return self.rank - self.local_rank
 
     @property

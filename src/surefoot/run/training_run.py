@@ -492,15 +492,16 @@ def _load_best(trainer: Trainer) -> int | None:
     best = state.best_global_step
     if not section.load_best_model_at_end or best is None:
         return best
-    weights = ["model", *trainer.policy.network.head_weights]
-    folder, problem = readable(trainer.saver, trainer.saver.path_of(best), trainer.world), None
-    if not is_outline(folder):
-        folder, problem = trainer.world.on_main(partial(_verified, folder, section))
-    if problem is None:
-        try:
-            load_stored(folder, trainer.states, trainer.world, only=weights, is_verified=True)
-        except DamagedFileError as error:
-            problem = str(error)
+    weights, world = ["model", *trainer.policy.network.head_weights], trainer.world
+    problem = None
+    try:
+        folder = readable(trainer.saver, trainer.saver.path_of(best), world)
+        if not is_outline(folder):
+            folder, problem = world.on_main(partial(_verified, folder, section))
+        if problem is None:
+            load_stored(folder, trainer.states, world, only=weights, is_verified=True)
+    except DamagedFileError as error:
+        problem = str(error)
     if problem is not None:
         if trainer.world.is_main:
             why = "the run ends with its last weights, not with the best ones: %s"

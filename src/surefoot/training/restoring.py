@@ -33,6 +33,10 @@ def outlined(apart: Apart, step: int, world: World) -> Path:
     with agreed_damage(folder, world):
         if world.is_local_main:
             outline(apart, step, world.first_local_rank)
+    # Where ranks are dealt to machines in turn, that is the rank of another one.
+    with agreed_damage(folder, world):
+        if not is_outline(folder):
+            folder = outline(apart, step, world.rank)
     return folder
 
 

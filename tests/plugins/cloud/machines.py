@@ -24,15 +24,15 @@ def free_port():
 class Launch:
     """One launch of a recipe on machines with so many ranks each."""
 
-    def __init__(self, project, url, places, ranks, *overrides):
+    def __init__(self, project, url, places, ranks, *overrides, is_cyclic=False):
         self.machines, self.places = [], [Path(place) for place in places]
         size, port, first = sum(ranks), free_port(), 0
-        for place, count in zip(self.places, ranks, strict=True):
+        for machine, (place, count) in enumerate(zip(self.places, ranks, strict=True)):
             self.machines.append([])
             for local in range(count):
                 self.machines[-1].append(
                     self._start(project, url, place, overrides, {
-                        "RANK": first + local,
+                        "RANK": machine + len(ranks) * local if is_cyclic else first + local,
                         "LOCAL_RANK": local,
                         "WORLD_SIZE": size,
                         "LOCAL_WORLD_SIZE": count,
@@ -90,9 +90,9 @@ class Launch:
         paths = sorted({path for place in self.places for path in place.glob("rank_*.log")})
         return "\n".join(f"== {path}\n{path.read_text()[-3000:]}" for path in paths)
 
-    def folder(self, machine=0):
-        (found,) = (self.places[machine] / "home/.cache/surefoot/runs").glob("*")
+    def folder(self, machine=0, cache="home/.cache/surefoot/runs"):
+        (found,) = (self.places[machine] / cache).glob("*")
         return found
 
-    def losses(self):
-        return losses(self.folder())
+    def losses(self, **place):
+        return losses(self.folder(**place))

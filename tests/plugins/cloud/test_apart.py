@@ -35,11 +35,11 @@ class Fleet:
     def __init__(self, project, bucket, folder):
         self.project, self.bucket, self.folder, self.count = project, bucket, folder, 0
 
-    def launch(self, *overrides, ranks=(1, 1), places=None):
+    def launch(self, *overrides, ranks=(1, 1), places=None, **options):
         if places is None:
             self.count += 1
             places = [self.folder / f"{self.count}{name}" for name in "abcd"[: len(ranks)]]
-        return Launch(self.project, self.bucket.url, places, ranks, SAVES, *overrides)
+        return Launch(self.project, self.bucket.url, places, ranks, SAVES, *overrides, **options)
 
     def run(self, *overrides, code=0, **options):
         launch = self.launch(*overrides, **options)
@@ -173,15 +173,20 @@ def followed(fleet, bucket, server, whole):
     assert last.losses() == whole
 
 
+def killed_at(fleet, server, machine, point):
+    """Start a launch, and kill its machine or all of them at a point."""
+    launch = fleet.launch("checkpoint.keep=1")
+    method, path, is_done = point
+    happened = stop_at(server, launch, method, path, is_done=is_done, machine=MACHINES[machine])
+    assert set(launch.wait()) != {0}
+    assert happened.is_set()
+
+
 @pytest.mark.proof
 @KILLED
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_at_any_point_of_a_save_others_go_on(fleet, bucket, server, whole, point, machine):
-    launch = fleet.launch("checkpoint.keep=1")
-    method, path, is_done = POINTS[point]
-    happened = stop_at(server, launch, method, path, is_done=is_done, machine=MACHINES[machine])
-    assert set(launch.wait()) != {0}
-    assert happened.is_set()
+    killed_at(fleet, server, machine, POINTS[point])
     followed(fleet, bucket, server, whole)
 
 
@@ -190,11 +195,7 @@ def test_killed_at_any_point_of_a_save_others_go_on(fleet, bucket, server, whole
 @pytest.mark.parametrize("point", RESUMING)
 def test_killed_at_any_point_of_a_resume_others_go_on(fleet, bucket, server, whole, point, machine):
     fleet.run("train.max_steps=4")
-    launch = fleet.launch()
-    method, path, is_done = RESUMING[point]
-    happened = stop_at(server, launch, method, path, is_done=is_done, machine=MACHINES[machine])
-    assert set(launch.wait()) != {0}
-    assert happened.is_set()
+    killed_at(fleet, server, machine, RESUMING[point])
     followed(fleet, bucket, server, whole)
 
 
@@ -411,3 +412,34 @@ def test_a_server_that_cannot_copy_gets_the_bytes(bucket, server, tmp_path):
     launch = Fleet(project, bucket, tmp_path).run("train.max_steps=4")
     assert "are uploaded with each checkpoint" in launch.logs()
     assert (bucket.committed(), server.refused) == ([2, 4], [])
+
+
+@pytest.mark.proof
+def test_ranks_that_are_dealt_to_machines_in_turn_find_the_outline_of_their_machine(
+    bucket, server, tmp_path
+):
+    sizes = {"global_batch_size": 12, "micro_batch_size": 1}
+    fleet = Fleet(Project(tmp_path / "p", optim=OPTIM, train=sizes), bucket, tmp_path)
+    fleet.run("train.max_steps=2", ranks=(2, 2))
+    cyclic = fleet.run("train.max_steps=4", ranks=(2, 2), is_cyclic=True)
+    assert "resuming from checkpoint-2 at step 2" in cyclic.logs()
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_what_one_machine_has_saved_and_not_uploaded_counts_if_it_is_sound(
+    bucket, server, tmp_path, is_damaged
+):
+    fleet = Fleet(Project(tmp_path / "p", optim=OPTIM), bucket, tmp_path)
+    place = tmp_path / "here"
+    first = fleet.run("train.max_steps=4", ranks=(1,), places=[place])
+    for name in [name for name in bucket.names() if name.startswith("checkpoint-4/")]:
+        bucket.delete(name)  # as if the machine had no network
+    if is_damaged:
+        path = first.folder() / "checkpoint-4" / "rank_00000" / "model.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    second = fleet.run("train.max_steps=6", places=[place, tmp_path / "there"])
+    step = 2 if is_damaged else 4
+    assert f"resuming from checkpoint-{step} at step {step}" in second.logs()

@@ -10,7 +10,7 @@ from surefoot.checkpoint.saving.preparation import WriterGroup, save
 from surefoot.errors import CheckpointError, RunError
 from surefoot.plugins.cloud.checkpoints import Contents, run_id
 from surefoot.plugins.cloud.lineage import StoredLaunch
-from surefoot.plugins.cloud.mirror import Mirror, Uploader
+from surefoot.plugins.cloud.mirror import Mirror, MirrorOfRanks, Uploader
 from surefoot.plugins.cloud.remote_run import STORES
 from surefoot.plugins.cloud.store import Store
 from surefoot.storage.remote import Address
@@ -181,3 +181,19 @@ def test_the_record_is_sent_last_so_that_all_files_are_there(store, tmp_path, mo
     )
     assert sorted(order) == ["launch-3/a.txt", "launch-3/launches.jsonl", "launch-3/zero.txt"]
     assert order[-1] == "launch-3/launches.jsonl"
+
+
+def test_ranks_that_upload_by_themselves_leave_it_to_the_mirror_to_delete_what_is_void(
+    store, tmp_path
+):
+    store.write("checkpoint-4/manifest.json", b"{}")
+    launch = StoredLaunch(2, ((2, 1),))
+    store.write(launch.file, launch.dump())
+    run_id(tmp_path)
+    mirror = MirrorOfRanks(store, tmp_path, there=[(2, 1)], void=[(4, 1)], launch=launch)
+    with mirror:
+        mirror.on_save(())
+        assert "checkpoint-4/manifest.json" in store.list()
+        mirror.on_committed(tmp_path / "checkpoint-3", ())
+    assert "checkpoint-4/manifest.json" not in store.list()
+    assert mirror.steps == {2, 3}

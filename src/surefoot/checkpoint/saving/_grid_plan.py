@@ -1,14 +1,19 @@
 """The plan of a save of many ranks: each computes the rules of what it has, and all agree on a
 digest of them. No box of a tensor with a rule is exchanged: it follows from the rule.
+
+Each rank then reports its files, one of which is a list of the hashes of its pieces. So a report
+has a few hundred bytes, however many tensors there are. No torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ...errors import CheckpointError
 from ...parallel.sharding import AxisShard, Box, FusedSlice, local_offset_and_shape
-from ..disk.grid import STAGES, Grid, ShardingRule, place_of
+from ..disk import strict_json
+from ..disk.grid import STAGES, Grid, ShardingRule, num_blocks, place_of
+from ..disk.manifest import Piece
 from ..state.roles import FileRole
 from ._balancing import Holding, LocalTensor
 
@@ -69,3 +74,28 @@ def merged(rules_of_stages: Sequence[Sequence[ShardingRule]], axes: Mapping[str,
                     f"{list(known.shape)} and {rule.dtype} {list(rule.shape)}"
                 )
     return Grid(axes, [*first.values()])
+
+
+def hash_list(
+    pieces: Iterable[Piece], grid: Grid, rank: int, blocks_of: Callable[[Piece], Sequence[str]]
+) -> tuple[bytes, list[Piece]]:
+    """The hash list of ``rank``, and those of its ``pieces`` that have no rule.
+
+    Raises ``CheckpointError`` if the others are not what the rules say: rank 0, which commits, does
+    not see them.
+    """
+    boxes, by_file = dict[str, Box](), dict[str, dict[str, list[str]]]()
+    rest = []
+    for piece in pieces:
+        if piece.tensor not in grid.rule_of:
+            rest.append(piece)
+            continue
+        blocks: Sequence[str] = piece.blocks  # of a file that was linked to the parent's
+        if num_blocks(piece.num_bytes) and not blocks:
+            blocks = blocks_of(piece)
+        boxes[piece.tensor] = piece.box
+        hashes = by_file.setdefault(piece.file.rpartition("/")[2], {})
+        hashes[piece.tensor] = [piece.hash, *blocks]
+    if boxes != grid.boxes_of(rank):
+        raise CheckpointError("the boxes of this rank do not follow from the rules of the save")
+    return strict_json.dump(by_file, indent=0), rest

@@ -40,7 +40,7 @@ from ..disk.manifest import (
 )
 from ..disk.retention import pinned
 from ..disk.tensorfile import FilePlan, explained
-from ._hash_list import hash_list
+from ._grid_plan import hash_list
 from ._joint import Meeting, Report, SharedFolder
 
 MOST_ATTEMPTS = 2  # to write a job of which a process was killed, or one that several write

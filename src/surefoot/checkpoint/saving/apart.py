@@ -10,6 +10,7 @@ reports alone.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from ...errors import CheckpointError
 from ...log import announced
 from ...parallel.sharding import Box
 from ...storage import files
+from ...storage.folder_lock import StallWatch
 from ..apart import RankPart, inside
 from ..disk.commit import delete, temporary_folder
 from ..disk.folder import ADAPTER
@@ -30,9 +32,11 @@ from ..remote import StoredSave, stores
 from ..state.roles import MODEL
 from ._writing import Content, Job, Saved, drop_replaced, manifest_of, write, write_files
 
+logger = logging.getLogger(__name__)
 ALIVE = ".uploading"  # a file whose time shows that a process works
 _BEAT = 10.0  # seconds between two changes of it
 _PAUSE = 0.2  # seconds between two looks at its lock
+_PATIENCE = 60.0  # seconds without a change, after which the process is stopped or hangs
 _ADAPTER_NAME = f"{MODEL}/"
 
 
@@ -119,11 +123,21 @@ def _alive(root: Path) -> Iterator[None]:
 
 def wait_for_uploads(folder: Path) -> None:
     """Wait on this machine for the uploads of launches before, so that what they save counts.
-    ``folder`` is that of the run here. They end by themselves, as nobody trains for them."""
+    ``folder`` is that of the run here. They end by themselves, as nobody trains for them; one that
+    was stopped, or hangs, is void once this launch has begun."""
     for path in sorted(inside(folder).glob(f"*/rank_*/{ALIVE}")):
         with announced("a launch before this one, which still uploads (%s)", path.parent):
-            while _is_locked(path):
-                time.sleep(_PAUSE)
+            _wait_for(path)
+
+
+def _wait_for(path: Path) -> None:
+    watch = StallWatch(lambda: [path])
+    while _is_locked(path):
+        if watch.seconds() > _PATIENCE:
+            message = "%s: an upload does not move: what it has not committed is void"
+            logger.warning(message, path.parent)
+            return
+        time.sleep(_PAUSE)
 
 
 def _is_locked(path: Path) -> bool:

@@ -21,12 +21,7 @@ from ...checkpoint.apart import Apart, RankPart
 from ...checkpoint.disk.commit import step_of
 from ...checkpoint.disk.folder import CheckpointFolder
 from ...checkpoint.disk.grid import BLOCK
-from ...checkpoint.disk.manifest import (
-    MANIFEST,
-    Manifest,
-    Piece,
-    parse,
-)
+from ...checkpoint.disk.manifest import MANIFEST, Piece, parse
 from ...checkpoint.disk.tensorfile import TensorFile, header_length, open_path, ranges_of
 from ...checkpoint.saving.apart import commit, merged
 from ...errors import CheckpointError, DamagedFileError, counted
@@ -58,6 +53,12 @@ _READERS = 8
 def _uploader(url: str, folder: str, launch: int, seconds: float) -> Uploader:
     """One for a process: it knows which files of the run it has sent."""
     return Uploader(Store(Address(url), seconds=seconds), Path(folder), launch)
+
+
+@cache
+def _say_not_copied(_url: str, reason: str) -> None:
+    what = "weights that did not change are uploaded with each checkpoint"
+    fell_back(what, reason, "takes longer to save")
 
 
 @dataclass
@@ -105,8 +106,7 @@ class RankUpload:
         try:
             self.store.copy(f"{name_of((step_of(Path(checkpoint)), self.launch))}/{name}", target)
         except StoreError as error:
-            what = "weights that did not change are uploaded with each checkpoint"
-            fell_back(what, str(error), "takes longer to save")
+            _say_not_copied(str(self.store.address), str(error).partition(": ")[2])
             return False
         return True
 
@@ -121,15 +121,13 @@ class RankUpload:
     def reports(self) -> list[bytes]:
         """Look for them until all are there."""
         patience = max(_LEAST, self.seconds, _SLOWER * (time.monotonic() - self._began))
-        known, since, pause = set[int](), time.monotonic(), _PAUSE
-        while len(known) < self.part.world_size:
-            found = {rank for rank, end in self._reported() if end == "json"}
-            if found > known:
-                known, since, pause = found, time.monotonic(), _PAUSE
-                continue
+        most, since, pause = 0, time.monotonic(), _PAUSE
+        while len(ranks := self._reported()) < self.part.world_size:
+            if len(ranks) > most:
+                most, since, pause = len(ranks), time.monotonic(), _PAUSE
             silence = time.monotonic() - since
             if silence > (_LAST_CHANCE if self.is_orphan() else patience):
-                missing = min(set(range(self.part.world_size)) - known)
+                missing = min(set(range(self.part.world_size)) - ranks)
                 raise CheckpointError(
                     f"cannot save {self.store.address.inside(self.name)}: rank {missing} has not "
                     f"uploaded its part, nor has any other rank for {silence:.0f} s"
@@ -138,15 +136,17 @@ class RankUpload:
             pause = min(1.5 * pause, _LONGEST)
         return self._read_reports(self.part.nonce, self.part.world_size)
 
-    def _reported(self) -> Iterator[tuple[int, str]]:
-        """The ranks that have reported about this attempt, and how. Raises if one has failed."""
+    def _reported(self) -> set[int]:
+        """The ranks that have reported their part of this attempt. Raises if one has failed."""
+        ranks = set()
         for rank, nonce, end in _reports(self.store, self.name):
             if nonce != self.part.nonce:
                 continue
             if end == "error":
                 why = self.store.read(self._report(rank, nonce, end)).decode(errors="replace")
                 raise CheckpointError(f"rank {rank}: {why}")
-            yield rank, end
+            ranks.add(rank)
+        return ranks
 
     def _read_reports(self, nonce: str, count: int) -> list[bytes]:
         reports = dict[int, bytes]()
@@ -222,14 +222,13 @@ def roll_forward(store: Store, stored: Stored, listed: Mapping[str, int]) -> boo
     return False
 
 
-def outline(store: Store, name: str, folder: Path) -> Manifest:
+def outline(store: Store, name: str, folder: Path) -> None:
     """Download the manifest and the small files of a checkpoint to ``folder``. Raises
     ``DamagedFileError``."""
     try:
         text, manifest = whole_manifest(store, name)
     except StoredDamageError as error:
         raise DamagedFileError(folder, str(error)) from None
-    small = manifest.companions
 
     def read(file: str) -> None:
         data = store.read(f"{name}/{file}")
@@ -239,10 +238,9 @@ def outline(store: Store, name: str, folder: Path) -> Manifest:
             files.make_folder((folder / file).parent)
             files.write_aside(folder / file, data)
 
-    in_parallel(read, small, _READERS)
+    in_parallel(read, manifest.companions, _READERS)
     with files.raising(CheckpointError, f"cannot copy {name}"):
         files.write_aside(folder / MANIFEST, text)
-    return manifest
 
 
 Part = tuple[Piece, Box]  # a piece, and the box of its tensor that is needed of it
@@ -309,10 +307,12 @@ class PieceReader:
                     return opened
         except CheckpointError:
             pass  # zeros, or damaged
-        head = self._range(file, 0, min(_HEAD, size))
-        length = 8 + header_length(head[:8], size, f"{self.store.address}/{self.name}/{file}")
+        name = f"{self.name}/{file}"
+        head = self.store.read_range(name, 0, min(_HEAD, size))
+        length = 8 + header_length(head[:8], size, f"{self.store.address}/{name}")
         if length > len(head):
-            head += self._range(file, len(head), length)
+            head += self.store.read_range(name, len(head), length)
+        self.num_bytes += len(head)
         if files.digest(head[:length]) != manifest.hashes[file]:
             raise self._damaged(file, "its header")
         opened.write_at(0, head[:length])
@@ -321,10 +321,6 @@ class PieceReader:
     def _damaged(self, file: str, what: str) -> DamagedFileError:
         where = self.store.address.inside(self.name)
         return DamagedFileError(self.here.path, f"{where}/{file}: {what}: {_OTHER_HASH}")
-
-    def _range(self, file: str, start: int, stop: int) -> bytes:
-        self.num_bytes += stop - start
-        return self.store.read_range(f"{self.name}/{file}", start, stop)
 
     def _read(
         self,
@@ -345,9 +341,11 @@ class PieceReader:
 
         def read(found: tuple[str, int, int]) -> None:
             file, start, stop = found
-            opened[file].write_at(start, self._range(file, start, stop))
+            data = self.store.read_range(f"{self.name}/{file}", start, stop)
+            opened[file].write_at(start, data)
 
         in_parallel(read, ranges, _READERS)
+        self.num_bytes += sum(stop - start for _, start, stop in ranges)
 
 
 def _has_blocks(part: Part) -> bool:

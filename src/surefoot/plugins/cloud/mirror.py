@@ -291,7 +291,7 @@ class Mirror:
             logger.warning("%s", answer["problem"])
             for old in self._steps(task["forget"]):
                 self._checkpoints[old].has_failed = True  # not again and again
-        self._void = [] if self._has_committed else self._void  # tried once
+        self._void = [name for name in self._void if name not in task["forget"]]  # tried once
         if step is not None:
             self._is_stored(step)
             size = in_bytes(answer["num_bytes"])

@@ -144,10 +144,14 @@ class StoredRun:
         where there may be nothing. What one machine has saved, and not uploaded, is uploaded."""
         newest = max(self.steps, default=-1)
         for path in reversed(committed(self.folder)):
-            if step_of(path) > newest and self._is_of_the_run(path):
+            if step_of(path) <= newest or not self._is_of_the_run(path):
+                continue
+            report = verify_checkpoint(path, full=True)
+            if report.ok:
                 upload(self.store, path, launch=_own_launch(self.folder))
                 self.contents = Contents.of(self.store)
                 break
+            set_aside(Found(None, [(path, report.problems[0])]))
         damaged: list[tuple[Path, str]] = []
         for step in sorted(self.steps, reverse=True):
             try:
