@@ -19,15 +19,20 @@ CREDENTIALS = {
 
 
 def request(port, method, path, body=b""):
-    """One plain request to the server; its answer's body."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    """One plain request to the server; its answer's body. Again, if the server fails: it may, where
+    others delete what it lists."""
     headers = {
         "Authorization": "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request",
         "X-Test": "1",
     }
-    connection.request(method, path, body, headers)
-    answer = connection.getresponse().read()
-    connection.close()
+    for _ in range(5):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        connection.request(method, path, body, headers)
+        response = connection.getresponse()
+        answer = response.read()
+        connection.close()
+        if response.status < 500:
+            break
     return answer
 
 
