@@ -19,7 +19,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from math import ceil
+from math import ceil, inf
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ Range = tuple[int, int]  # of positions in the row
 Documents = Sequence[Sequence[int]]  # for each, the tokens of its prompt and of each response
 _MORE_TOKENS = 1 / 32  # than the mean, where this leaves a document whole
 _MORE_PAIRS = 0.05  # of queries and keys than the mean, likewise
+_MOST_SPREAD = 4  # documents that are divided among all ranks where others leave them uneven
 
 
 @dataclass(frozen=True)
@@ -225,33 +226,54 @@ def assigned(documents: Documents, size: int, unit: int = 1) -> list[list[Range]
     Documents are assigned, the longest first, each to the rank with the fewest pairs, if it has
     room. One that would be too much is divided among as few ranks as can take it: each gets tokens
     around those that have the mean number of keys, so that of a document alone the last rank has
-    the head and the tail. Of a model with sliding windows, tokens decide, of which each rank has as
-    many. With a ``unit``, parts are multiples of it, and the row must be one.
+    the head and the tail. If the ranks then are not even, the longest documents are divided among
+    all. Of a model with sliding windows, tokens decide, of which each rank has as many. With a
+    ``unit``, parts are multiples of it, and the row must be one.
     """
     areas = [_num_pairs(document) for document in documents]
+    most, best = inf, list[list[Range]]()
+    for num_spread in range(min(_MOST_SPREAD, len(documents)) + 1):
+        parts, largest = _assigned(documents, areas, size, unit, num_spread)
+        if largest < most:
+            most, best = largest, parts
+        if largest <= (1 + 2 * _MORE_PAIRS) * sum(areas) / size:
+            break
+    if not all(best):  # no more documents than ranks, and all alike
+        length = sum(map(sum, documents))
+        bounds = [length // unit * rank // size * unit for rank in range(size + 1)]
+        return [[(bounds[rank], bounds[rank + 1])] for rank in range(size)]
+    return best
+
+
+def _assigned(
+    documents: Documents, areas: Sequence[int], size: int, unit: int, num_spread: int
+) -> tuple[list[list[Range]], float]:
+    """The same, with the ``num_spread`` longest documents divided among all ranks, and the pairs of
+    the rank with the most."""
     starts = [0, *accumulate(map(sum, documents))]
     mean = sum(areas) / size
     room, need = _rooms(starts[-1], size, unit), [mean] * size
     tokens: list[list[Range]] = [[] for _ in range(size)]
-    for number in sorted(range(len(documents)), key=lambda number: -areas[number]):
+    order = sorted(range(len(documents)), key=lambda number: -areas[number])
+    for place, number in enumerate(order):
         start, length, area = starts[number], sum(documents[number]), areas[number]
         fitting = [rank for rank in range(size) if room[rank] >= length]
         rank = max(fitting, key=need.__getitem__, default=None)
-        if rank is not None and area <= need[rank] + _MORE_PAIRS * mean:
+        is_spread = place < num_spread
+        is_small = rank is not None and area <= need[rank] + _MORE_PAIRS * mean
+        if rank is not None and is_small and not is_spread:
             tokens[rank].append((start, start + length))
             room[rank] -= length
             need[rank] -= area
             continue
-        shares = _shares(length, area, room, need, _MORE_PAIRS * mean)
+        least = size if is_spread else 1
+        shares = _shares(length, area, room, need, _MORE_PAIRS * mean, least)
         costs = _num_keys(documents[number])
         for rank, places in _divided(costs, shares):
             tokens[rank] += [(start + first, start + last) for first, last in _ranges(places)]
             room[rank] -= len(places)
             need[rank] -= float(costs[places].sum())
-    if not all(tokens):  # no more documents than ranks, and all alike
-        bounds = [starts[-1] // unit * rank // size * unit for rank in range(size + 1)]
-        return [[(bounds[rank], bounds[rank + 1])] for rank in range(size)]
-    return [sorted(ranges) for ranges in tokens]
+    return [sorted(ranges) for ranges in tokens], mean - min(need)
 
 
 def _rooms(length: int, size: int, unit: int) -> list[int]:
@@ -277,11 +299,12 @@ def _num_keys(document: Sequence[int]) -> Index:
 
 
 def _shares(
-    length: int, area: int, room: Sequence[int], need: Sequence[float], more: float
+    length: int, area: int, room: Sequence[int], need: Sequence[float], more: float, least: int
 ) -> list[tuple[int, int, float]]:
-    """The fewest ranks that can share a document, with the tokens of each and its pairs."""
+    """The fewest ranks, but at ``least`` so many, that can share a document, with the tokens of
+    each and its pairs."""
     order = sorted((rank for rank in range(len(room)) if room[rank]), key=lambda r: -need[r])
-    count = 1
+    count = min(least, len(order))
     while count < len(order) and (
         sum(room[rank] for rank in order[:count]) < length
         or sum(need[rank] + more for rank in order[:count]) < area
