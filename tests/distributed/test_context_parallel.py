@@ -1,7 +1,9 @@
 """Ranks that share each packed row learn what one process learns from padded rows: losses, and
 every gradient on every rank."""
 
+import math
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +16,10 @@ import forks
 import ranks
 import surefoot
 from each import some
-from spread import UNEVEN, learn, trainer
+from spread import UNEVEN, learn, resume, save, trainer
 from surefoot.batch import IGNORE_INDEX, with_router_loss
 from surefoot.methods import LoRA
+from surefoot.model.numerics import seed_everything
 from surefoot.parallel.world import ALONE
 from surefoot.stages import STAGES
 from test_spread_pairs import Prefer
@@ -64,7 +67,7 @@ def learnt(world, folder, **changes):
         made.windows.loader.next_window(),
         lambda outputs, batch: with_router_loss(made.stage.loss("policy", outputs, batch), outputs),
         spec=made.stage.spec,
-        before=lambda index: None,
+        before=lambda index: seed_everything(0, index, *world.draws),
         after=lambda index: None,
     )
     gradients = {}
@@ -143,6 +146,59 @@ OTHER_MODELS = {
 @pytest.mark.parametrize("kind", OTHER_MODELS)
 def test_other_models_agree_but_for_the_rounding_of_their_norms(kind, tmp_path):
     compare(tmp_path, FOUR, close=ROUNDED, kind=kind, **OTHER_MODELS[kind])
+
+
+@pytest.mark.proof
+def test_dropout_is_drawn_again_where_layers_are_recomputed(tmp_path):
+    """Other masks than one process draws, so ranks are compared with themselves."""
+    changes = {"packing": True, "parallel": TWO, "attention_dropout": 0.2}
+    changes["method"] = LoRA(rank=3, alpha=8.0, dropout=0.2)
+
+    def work(world, **more):
+        return learnt(world, tmp_path, **changes, **more)
+
+    kept = ranks.run(2, work, **TWO)
+    again = ranks.run(2, lambda world: work(world, recompute=True), **TWO)
+    plain = ranks.run(2, lambda world: learnt(world, tmp_path, packing=True, parallel=TWO), **TWO)
+    assert kept[0][0] != pytest.approx(plain[0][0], rel=1e-4)
+    for (figures, gradients), (expected, others) in zip(again, kept, strict=True):
+        assert figures == pytest.approx(expected, rel=EXACT)
+        for name, gradient in gradients.items():
+            assert torch.allclose(gradient, others[name], rtol=1e-10, atol=1e-13), name
+
+
+OTHER_MESHES = [{"dp_shard": 2, "cp": 2}, {"tp": 2}, {"dp_shard": 4}, {"pp": 2}, {}]
+
+
+@pytest.mark.proof
+def test_what_is_saved_with_shared_rows_resumes_on_any_mesh_and_back(tmp_path):
+    changes = {"dtype": torch.float64, "examples": documents(), "packing": True, **SIZES}
+    changes |= {"kind": "qwen2", "method": ADAPTER}
+    changes["train"] = {"global_batch_size": 8, "micro_batch_size": 2}
+    alone = learn(trainer(ALONE, tmp_path, **changes), 4)
+
+    def begun(world):
+        made = trainer(world, tmp_path, parallel={"dp_shard": 4, "cp": 2}, **changes)
+        return learn(made, 1), str(save(made, tmp_path / "shared"))
+
+    first, path = ranks.run(4, begun, dp_shard=4, cp=2)[0]
+    for number, mesh in enumerate(OTHER_MESHES):
+
+        def resumed(world, mesh=mesh, number=number):
+            made = resume(trainer(world, tmp_path, parallel=mesh, **changes), Path(path))
+            return learn(made, 2), str(save(made, tmp_path / f"other-{number}"))
+
+        size = math.prod(n for axis, n in mesh.items() if axis != "cp")
+        second, other = ranks.run(size, resumed, **mesh)[0]
+
+        def ended(world, other=other):
+            made = resume(trainer(world, tmp_path, parallel=TWO, **changes), Path(other))
+            return learn(made, 1)
+
+        (third, _) = ranks.run(2, ended, **TWO)
+        figures = [number for step in (*first, *second, *third) for number in step]
+        expected = [number for step in alone for number in step]
+        assert figures == pytest.approx(expected, rel=1e-6), mesh  # norms are in float32
 
 
 @pytest.mark.parametrize("name", some(STAGES, ["distill"]))

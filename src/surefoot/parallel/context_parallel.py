@@ -152,28 +152,33 @@ class PackedRowPart:
     ) -> torch.Tensor:
         """``index`` on ``device``, copied once for all layers."""
         if (name, window) not in self._on_device:
-            self._on_device[name, window] = sent(torch.from_numpy(index), device)
+            self._on_device[name, window] = sent(torch.tensor(index), device)
         return self._on_device[name, window]
+
+
+def part_of(batch: Batch, group: RowGroup, unit: int = 1) -> PackedRowPart:
+    """This rank's part of a packed row."""
+    assert batch.cu_seqlens is not None, "parallel.cp divides packed rows"
+    bounds, branches = batch.cu_seqlens, batch.branches
+    if branches is not None:
+        return PackedRowPart(branches.tolist(), group, unit)
+    return PackedRowPart([(z - a, 0) for a, z in pairwise(bounds.tolist())], group, unit)
 
 
 def cut(batch: Batch, group: RowGroup, unit: int = 1) -> tuple[Batch, PackedRowPart]:
     """This rank's part of a packed row, of a multiple of ``unit`` tokens. Its trained positions are
     those of the row, so no label is lost where a document is divided."""
-    assert batch.cu_seqlens is not None, "parallel.cp divides packed rows"
     assert not batch.media, "parallel.cp divides rows of text"
-    lengths = np.diff(batch.cu_seqlens.numpy()).tolist()
-    batch, branches = batch.located(), batch.branches
-    documents = [(n, 0) for n in lengths] if branches is None else branches.numpy().tolist()
-    part = PackedRowPart(documents, group, unit)
+    part, batch = part_of(batch, group, unit), batch.located()
     device = batch.input_ids.device
-    tokens = sent(torch.from_numpy(part.tokens), device)
+    tokens = sent(torch.tensor(part.tokens), device)
 
     def here(at: TrainedPositions | None) -> TrainedPositions | None:
         if at is None:
             return None
         mine = np.flatnonzero(part.owner[at.host_columns] == group.rank)
-        columns = sent(torch.from_numpy(part.place[at.host_columns[mine]]), device)
-        among = sent(torch.from_numpy(mine), device)
+        columns = sent(torch.tensor(part.place[at.host_columns[mine]]), device)
+        among = sent(torch.tensor(mine), device)
         return replace(
             at, labels=at.labels[among], rows=at.rows[among], columns=columns, kept=columns
         )
@@ -201,7 +206,7 @@ def joined(outputs: Outputs, at: TrainedPositions, part: PackedRowPart) -> Outpu
     row_outputs = dict[str, object]()
     for name in _OF_POSITIONS:
         if (values := getattr(outputs, name)) is not None:
-            in_order = sent(torch.from_numpy(place), values.device)
+            in_order = sent(torch.tensor(place), values.device)
             row_outputs[name] = _join(values, counts, group)[in_order]
     for name in _OF_ROWS:
         if (total := getattr(outputs, name)) is not None:
@@ -403,7 +408,8 @@ def _join(mine_N: torch.Tensor, counts: Sequence[int], group: RowGroup) -> torch
     def forward(mine_N: torch.Tensor) -> torch.Tensor:
         padded = F.pad(mine_N, (0, max(counts) - len(mine_N)))  # an all-gather needs one length
         parts = [torch.empty_like(padded) for _ in counts]
-        wait_for_ranks(dist.all_gather, parts, padded, group=group.group)
+        if group.group is not None:
+            wait_for_ranks(dist.all_gather, parts, padded, group=group.group)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     first, count = sum(counts[: group.rank]), counts[group.rank]
@@ -415,7 +421,8 @@ def _sum(mine: torch.Tensor, group: RowGroup) -> torch.Tensor:
 
     def forward(mine: torch.Tensor) -> torch.Tensor:
         total = mine.clone()
-        wait_for_ranks(dist.all_reduce, total, group=group.group)
+        if group.group is not None:
+            wait_for_ranks(dist.all_reduce, total, group=group.group)
         return total
 
     return through(mine, forward, lambda gradient: gradient)
