@@ -260,12 +260,9 @@ def _segments(bounds: DocumentBounds, device: torch.device) -> _Segments:
     """The documents of a row; a later response is a segment that sees the prompt and itself. Of a
     part of a row, its runs, whose keys are in order."""
     if bounds.part is not None:
-        num_part_queries, num_part_keys = bounds.part.runs(None)
-        return _Segments(
-            *(_cumulated(lengths, device) for lengths in (num_part_queries, num_part_keys)),
-            (max(num_part_queries), max(num_part_keys)),
-            None,
-        )
+        queries, keys = bounds.part.runs(None)
+        longest_run = max(queries), max(keys)
+        return _Segments(_cumulated(queries, device), _cumulated(keys, device), longest_run, None)
     if bounds.branches is None:
         on_device, longest = bounds.on(device), bounds.longest
         return _Segments(on_device, on_device, (longest, longest), None)

@@ -119,7 +119,8 @@ class MeshShape:
     @property
     def num_data_ranks(self) -> int:
         """The number of shares into which the examples are divided."""
-        return math.prod(vars(self).get(axis, 1) for axis in DATA_AXES) // self.cp
+        count: int = math.prod(vars(self).get(axis, 1) for axis in DATA_AXES)
+        return count // self.cp
 
 
 @dataclass(frozen=True)
