@@ -204,10 +204,10 @@ def test_what_is_saved_with_shared_rows_resumes_on_any_mesh_and_back(tmp_path):
 @pytest.mark.parametrize("name", some(STAGES, ["distill"]))
 def test_each_stage_trains_the_same_on_ranks_that_share_rows(name, tmp_path):
     """PPO and GRPO sample with every rank, and divide the rows again among pairs of ranks."""
-    expected = losses(ALONE, tmp_path, name)
+    expected, close = losses(ALONE, tmp_path, name), STAGE_CLOSE.get(name, 1e-9)
     changes = {"packing": True, "micro_batch_size": 3}
     for found in ranks.run(2, lambda w: losses(w, tmp_path, name, **changes, **TWO), **TWO):
-        assert found == pytest.approx(expected, rel=STAGE_CLOSE.get(name, 1e-9), abs=1e-9)
+        assert found == pytest.approx(expected, rel=close, abs=close)
 
 
 @pytest.mark.proof
