@@ -163,6 +163,7 @@ def test_settings_are_chosen_for_a_memory(recipe):
     assert "not even one example per micro-batch fits in 501 MB" in message
 
 
+@pytest.mark.proof
 def test_the_longest_row_is_shown_by_setting_and_auto_is_a_setting(recipe):
     asked = ["--longest-row", "--memory", "0.6GB", "--device", "gpu", "method=lora"]
     shown = ok(recipe, *asked, "model.gradient_checkpointing=auto")
