@@ -45,7 +45,7 @@ def losses(
 
 
 # Each stage is in one of these two; `make proof` has all of them in both.
-IN_PARTS = ("pt", "dpo", "rm", "grpo", "distill")
+IN_PARTS = ("pt", "dpo", "rm", "classify", "grpo", "distill")
 WITHOUT = [name for name in STAGES if name not in IN_PARTS]
 
 
