@@ -61,6 +61,29 @@ def test_micro_batches_packing_and_ranks_change_nothing(name, tmp_path):
         assert found == pytest.approx(expected, rel=close, abs=close)
 
 
+def test_metrics_of_all_examples_are_those_of_one_rank(tmp_path):
+    def measured(world, **parallel):
+        made = trainer(
+            world,
+            tmp_path / f"{world.size}",
+            stage=stage_of("classify"),
+            codec=CODEC,
+            examples=examples_of("classify"),
+            held=examples_of("classify", 11, seed=6),
+            train={"global_batch_size": 4, "micro_batch_size": 2, "eval_steps": 9},
+            dtype=torch.float64,
+            **({"parallel": parallel} if parallel else {}),
+        )
+        learn(made, 2)
+        return made.evaluation.measure(made.evals[""], lambda: None)
+
+    expected = measured(ALONE)
+    assert {"accuracy", "f1_macro", "auc", "confusion/small/huge"} <= expected.keys()
+    assert sum(n for name, n in expected.items() if name.startswith("confusion/")) == 11
+    for found in ranks.run(2, lambda w: measured(w, dp_replicate=2), dp_replicate=2):
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
 @pytest.mark.parametrize("name", some(STAGES, WITHOUT))
 def test_a_rank_may_have_no_example(name, tmp_path):
     close = CLOSE.get(name, 1e-9)

@@ -25,7 +25,7 @@ def several(count=24):
     made = []
     for i in range(count):
         labels = [name for place, name in enumerate(NAMES) if i % 8 >> place & 1]
-        made.append({"text": " ".join(["so", *labels]), "labels": labels})
+        made.append({"text": " ".join(["so", str(i), *labels]), "labels": labels})
     return made
 
 
@@ -106,6 +106,12 @@ def test_eval_measures_f1_and_the_confusions(trained):
         assert metrics[name] == pytest.approx(last[f"eval_{name}"], rel=1e-4)
     if "label" in found[0]:
         assert sum(metrics[f"confusion/{a}/{b}"] for a in NAMES for b in NAMES) == 6
+
+
+def test_a_check_of_the_data_misses_no_responses(trained):
+    made, _ = trained
+    told = ok("data", "check", made.recipe)
+    assert "24 rows" in told and "response" not in told
 
 
 def test_it_writes_no_responses_and_needs_labels_that_it_knows(trained, tmp_path):
