@@ -17,7 +17,7 @@ DTYPES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
 }
-BLOCK = 16 << 20
+BLOCK = 64 << 10
 AXES = {"pp": 2, "dp_shard": 2, "tp": 2}
 
 

@@ -80,7 +80,7 @@ def test_a_rank_reads_the_lists_and_files_of_the_ranks_near_it_only(folder):
         list(pieces.near(Box((8, 1), (4, 2))))
 
 
-LARGE = 5 << 22  # elements of four bytes: 80 MiB, 40 on each of two ranks, in blocks of 16
+LARGE = 5 << 14  # elements of four bytes: 320 KiB, 160 on each of two ranks, in blocks of 64
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_a_part_of_a_piece_is_checked_by_its_blocks(large, tmp_path):
     box = Box((rows // 2 - 8, 0), (8, 64))  # the end of the first rank's piece
     (piece,) = checkpoint.manifest.tensors("model")["w"].near(box)
     assert len(piece.blocks) == 3
-    flip(copy / piece.file, 1 << 20)  # in its first block
+    flip(copy / piece.file, 1 << 14)  # in its first block
     with checkpoint.tensors(piece.file) as file:
         checkpoint.check_stored(file, piece, box)
         with pytest.raises(CheckpointError, match="'w' has changed since it was saved"):

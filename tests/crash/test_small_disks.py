@@ -4,37 +4,15 @@ nothing half written, and the same command works once there is room."""
 import json
 import shutil
 import subprocess
-import tempfile
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 import surefoot
+from disks import small_disk
 from project import Project, assert_same, checkpoints, final_weights
 from surefoot.checkpoint.verification import verify
 from surefoot.cli.main import main
-
-
-@contextmanager
-def small_disk(options):
-    """A file system of its own in memory, which root alone can make."""
-    folder = Path(tempfile.mkdtemp(prefix="surefoot-disk-"))
-    command = ["mount", "-t", "tmpfs", "-o", options, "surefoot-test", str(folder)]
-    try:
-        mounted = subprocess.run(command, check=False, capture_output=True).returncode == 0
-    except FileNotFoundError:
-        mounted = False
-    try:
-        if not mounted:
-            pytest.skip("no file system can be mounted here")
-        yield folder
-    finally:
-        if mounted:
-            subprocess.run(["umount", str(folder)], check=True)
-        folder.rmdir()
-
 
 FULL, CROWDED = "size=64k", "size=64m,nr_inodes=6"
 DISKS = {FULL: "the disk is full; free some", CROWDED: "the disk has no inodes left for more files"}

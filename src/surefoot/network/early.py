@@ -23,7 +23,7 @@ from ..errors import (
 from ..log import fell_back, silenced
 from ..model.config import check_alone, quantization
 from ..model.expansion import refuse_divided
-from ..model.pipeline_stages import parameters_of
+from ..model.pipeline_stages import plan_pipeline_stages
 from ..model.routers import refuse_stages
 from ..model.section import ModelSection
 from ..model.weight_matrices import refuse_read_weights
@@ -78,7 +78,8 @@ def refuse_early(
         module_plans(network.inner, parallel.tp)
     if parallel.pp > 1:
         refuse_stages(network.inner, section.router_bias_update_rate)
-        parameters_of(network.inner, parallel.pp * parallel.num_parts)
+        num_stages = parallel.pp * parallel.num_parts
+        plan_pipeline_stages(network.inner, num_stages, is_converted=network.weights.is_converted)
     names = with_parts(network.trainable, network.layouts)
     check_learning_rates(optim.learning_rates, names)
     check_kinds(optim, network.layouts)

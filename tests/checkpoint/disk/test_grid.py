@@ -138,8 +138,8 @@ def test_rules_that_lie_are_refused(changes, why):
         parse(sealed(gridded(**changes)), "x")
 
 
-GRID = parse(sealed(gridded({**RULE, "shape": [2 << 22, 2]})), "x").grid
-ENTRY = [HASH] * 3  # 32 MiB on each rank: a hash and those of two blocks
+GRID = parse(sealed(gridded({**RULE, "shape": [2 << 14, 2]})), "x").grid
+ENTRY = [HASH] * 3  # 128 KiB on each rank: a hash and those of two blocks
 
 
 @given(mutations({name: gridded()[name] for name in ("axes", "mesh", "rules", "world_size")}))
@@ -176,7 +176,7 @@ def test_every_rank_must_have_a_hash_list():
 
 def test_a_hash_list_is_read_as_it_was_written():
     listed = parse_list(json.dumps({"a.safetensors": {"model/r": ENTRY}}).encode(), GRID, 1, "x")
-    assert listed["model/r"].box == Box((1 << 22, 0), (1 << 22, 2))
+    assert listed["model/r"].box == Box((1 << 14, 0), (1 << 14, 2))
     assert listed["model/r"].blocks == (HASH, HASH)
     assert [listed["model/r"].file, listed["model/r"].hash] == ["rank_00001/a.safetensors", HASH]
 
@@ -203,4 +203,4 @@ def test_a_hash_list_that_lies_is_refused(listed, why):
 
 
 def test_only_what_is_larger_than_a_block_has_hashes_of_blocks():
-    assert [grids.num_blocks(n) for n in (0, 1 << 24, (1 << 24) + 1, 1 << 25)] == [0, 0, 2, 2]
+    assert [grids.num_blocks(n) for n in (0, 1 << 16, (1 << 16) + 1, 1 << 17)] == [0, 0, 2, 2]

@@ -19,15 +19,20 @@ CREDENTIALS = {
 
 
 def request(port, method, path, body=b""):
-    """One plain request to the server; its answer's body."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    """One plain request to the server; its answer's body. Again, if the server fails: it may, where
+    others delete what it lists."""
     headers = {
         "Authorization": "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request",
         "X-Test": "1",
     }
-    connection.request(method, path, body, headers)
-    answer = connection.getresponse().read()
-    connection.close()
+    for _ in range(5):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        connection.request(method, path, body, headers)
+        response = connection.getresponse()
+        answer = response.read()
+        connection.close()
+        if response.status < 500:
+            break
     return answer
 
 
@@ -91,12 +96,20 @@ def not_of_the_gateway(environ):
     return next((why for why, is_so in reasons.items() if is_so), None)
 
 
+def refused(environ, start_response, status, code):
+    """The answer of a server that refuses a request, with S3's name for why."""
+    environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+    start_response(f"{status} No", [("Content-Type", "application/xml")])
+    body = f"<Error><Code>{code}</Code><Message>no</Message></Error>"
+    return [] if environ["REQUEST_METHOD"] == "HEAD" else [body.encode()]
+
+
 class Server:
     """A real S3 server in a thread; ``rule(method, path, count)`` says what goes wrong.
 
     It is asked for every request but those of ``request``, and answers None, ``"drop"`` (the
     connection ends when half of the request's body has come), ``"deaf"`` (the server does it, but
-    its answer is lost), or a status such as 503.
+    its answer is lost), a status such as 503, or a status with S3's name of the error.
     """
 
     def __init__(self):
@@ -131,14 +144,13 @@ class Server:
         if "HTTP_X_AMZ_COPY_SOURCE" in environ:
             self.copied.append(environ["PATH_INFO"])
         if self.cannot_copy and "HTTP_X_AMZ_COPY_SOURCE" in environ:
-            start_response("501 Not Implemented", [("Content-Type", "application/xml")])
-            return [b"<Error><Code>NotImplemented</Code><Message>no</Message></Error>"]
+            return refused(environ, start_response, 501, "NotImplemented")
         if self.is_strict and (why := not_of_the_gateway(environ)):
-            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             self.refused.append((environ["REQUEST_METHOD"], environ["PATH_INFO"], why))
-            start_response("501 Not Implemented", [("Content-Type", "application/xml")])
-            return [b"<Error><Code>NotImplemented</Code><Message>no</Message></Error>"]
+            return refused(environ, start_response, 501, "NotImplemented")
         fault = self.rule(environ["REQUEST_METHOD"], environ["PATH_INFO"], self.count)
+        if isinstance(fault, tuple):
+            return refused(environ, start_response, *fault)
         if fault is None or fault == "deaf":
             answer = self._s3(environ, start_response)
             if fault is None:

@@ -11,12 +11,13 @@ from click.testing import CliRunner
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from disks import small_disk
 from project import Project, model_folder
 from surefoot.checkpoint.verification import verify
 from surefoot.cli.main import main
 
 from .machines import Launch
-from .stores import Bucket, point_at
+from .stores import Bucket, point_at, request
 
 OPTIM = {"adamw": {"learning_rate": 0.003, "schedule": "constant"}}
 SAVES = "checkpoint.save_steps=2"
@@ -340,13 +341,15 @@ def bad(rng, launch=None, machine=None):
 
 
 @pytest.mark.proof
-def test_a_rank_reads_and_sends_what_is_its_own(bucket, tmp_path):
-    model = {"hidden_size": 256, "intermediate_size": 768}
-    project = Project(tmp_path / "p", optim=OPTIM, parallel={"dp_shard": 2})
+@pytest.mark.parametrize("ranks", [(1, 1), (1, 1, 1), (2, 2)])
+def test_a_rank_reads_and_sends_what_is_its_own(bucket, tmp_path, ranks):
+    model = {"hidden_size": 512, "intermediate_size": 2048}
+    sizes = {"global_batch_size": 12, "micro_batch_size": 1}
+    project = Project(tmp_path / "p", optim=OPTIM, train=sizes)
     model_folder(tmp_path / "p" / "model", **model)
     fleet = Fleet(project, bucket, tmp_path)
     fleet.run("train.max_steps=2")
-    logs = fleet.run("train.max_steps=4").logs()
+    logs = fleet.run("train.max_steps=4", ranks=ranks).logs()
     figures = re.findall(
         r"checkpoint-2: ([\d.]+) (\w+) of its tensors are needed here, ([\d.]+) \2", logs
     )
@@ -365,6 +368,47 @@ def test_a_machine_without_permission_ends_the_save_of_all_with_its_reason(fleet
     assert 2 in codes
     assert "no permission" in launch.logs()
     server.is_well()
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("late", [86400, -86400], ids=["a day late", "a day early"])
+def test_a_machine_whose_clock_is_wrong_loses_nothing(fleet, bucket, whole, late):
+    kept = ["checkpoint.keep=1", "checkpoint.keep_hours=1"]
+    fleet.run("train.max_steps=4", *kept, late=late)
+    assert stored(bucket) == {"checkpoint-2", "checkpoint-4"}
+    second = fleet.run(*kept, late=-late)
+    assert "resuming from checkpoint-4 at step 4" in second.logs()
+    assert second.losses() == whole
+
+
+@pytest.mark.proof
+def test_a_bucket_that_keeps_versions_serves_as_well(fleet, bucket, server, whole):
+    body = b"<VersioningConfiguration><Status>Enabled</Status></VersioningConfiguration>"
+    request(server.port, "PUT", f"/{bucket.name}?versioning", body)
+    fleet.run("train.max_steps=4", "checkpoint.keep=1")
+    assert stored(bucket) == {"checkpoint-4"}
+    assert b"checkpoint-2/" in request(server.port, "GET", f"/{bucket.name}?versions")
+    assert fleet.run("checkpoint.keep=1").losses() == whole
+
+
+@pytest.mark.proof
+def test_a_full_disk_on_one_machine_fails_the_save_of_all_and_no_step_is_lost(
+    fleet, bucket, whole, tmp_path
+):
+    places = [tmp_path / "wide", tmp_path / "narrow"]
+    with small_disk("size=400k") as disk:
+        places[1].symlink_to(disk)
+        launch = fleet.launch(places=places)
+        codes, logs = launch.wait(), launch.logs()
+        assert 2 in codes, logs
+        assert re.search(r"cannot save .*the disk is full", logs), logs
+        assert "Traceback" not in logs
+        committed = stored(bucket)
+        places[1].unlink()
+    last = fleet.run(places=[places[0], tmp_path / "another"])
+    if committed:
+        assert "resuming from" in last.logs()
+    assert last.losses() == whole
 
 
 @pytest.mark.proof

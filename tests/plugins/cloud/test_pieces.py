@@ -14,9 +14,9 @@ from surefoot.errors import DamagedFileError
 from surefoot.parallel.sharding import Box
 from surefoot.plugins.cloud.remote_run import STORES
 
-LARGE = 5 << 22  # elements of four bytes: 80 MiB, 40 on each of two ranks, in blocks of 16
+LARGE = 5 << 14  # elements of four bytes: 320 KiB, 160 on each of two ranks, in blocks of 64
 ROWS = LARGE // 64
-BLOCK = 16 << 20
+BLOCK = 64 << 10
 
 
 @pytest.fixture(scope="module")

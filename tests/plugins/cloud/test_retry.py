@@ -70,6 +70,9 @@ def test_what_passes_is_tried_again(error):
     [
         (PermissionError("denied"), StoreError, "cannot x: no permission .*denied"),
         (AnswerError(403, "Forbidden"), StoreError, "no permission"),
+        (AnswerError(403, "RequestTimeTooSkewed"), StoreError, "the clock of this machine"),
+        (AnswerError(301, "PermanentRedirect"), StoreError, "another region .*DEFAULT_REGION"),
+        (AnswerError(400, "AuthorizationHeaderMalformed"), StoreError, "another region"),
         (HttpError(401), StoreError, "no permission"),
         (AnswerError(501, "NotImplemented"), StoreError, "cannot x: .*NotImplemented"),
         (OSError(errno.ENOSYS, "checksum header"), StoreError, "cannot x: .*checksum header"),

@@ -65,3 +65,18 @@ def test_a_large_file_goes_in_parts(bucket, tmp_path):
     assert store.list() == {"x": len(data)}
     assert store.read_range("x", len(data) - 3, len(data)) == data[-3:]
     assert bucket.get("x") == data
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "why"),
+    [
+        (403, "RequestTimeTooSkewed", "the clock of this machine is wrong"),
+        (400, "AuthorizationHeaderMalformed", "in another region"),
+    ],
+)
+def test_a_setting_that_is_wrong_is_named_at_once(bucket, server, status, code, why):
+    store = Store(Address(bucket.url), seconds=60)
+    server.rule = lambda *_request: (status, code)
+    for call in (lambda: store.create("x", b"1"), lambda: store.read("x"), store.list):
+        with pytest.raises(StoreError, match=why):
+            call()

@@ -22,7 +22,7 @@ from .tensorfile import ITEM_SIZES, is_size, sizes
 
 RANK_FOLDER = "rank_{:05d}"  # of layout distributed
 HASH_LIST = f"{RANK_FOLDER}/hashes.json"
-BLOCK = 16 << 20  # bytes of a piece that have a hash of their own, if the piece is larger
+BLOCK = 64 << 10  # bytes of a piece that have a hash of their own, if the piece is larger
 STAGES = "pp"  # the axis that shards no tensor: each is on one stage
 _MOST_AXES = 8
 _MOST_RANKS = 65_536  # their folders have five digits

@@ -49,7 +49,7 @@ class Piece:
     file: str
     key: str
     hash: str
-    blocks: tuple[str, ...] = ()  # hashes of each 16 MiB of it; only in hash lists
+    blocks: tuple[str, ...] = ()  # hashes of each 64 KiB of it; only in hash lists
 
     @property
     def num_bytes(self) -> int:

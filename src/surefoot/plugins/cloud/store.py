@@ -281,28 +281,49 @@ def _status_of(error: BaseException) -> int | None:
     return next((status for status in statuses if isinstance(status, int)), None)
 
 
+# What an S3 server calls a mistake of a setting, and how it is mended.
+_SETTINGS = {
+    **dict.fromkeys(
+        ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"),
+        "the bucket is in another region {}; set AWS_DEFAULT_REGION (or `region` of the profile) "
+        "to that of the bucket",
+    ),
+    "RequestTimeTooSkewed": "the clock of this machine is wrong {}; set it, for example with "
+    "`timedatectl set-ntp true`",
+}
+
+
 def _explained(what: str, error: Exception, tries: int) -> StoreError:
     """The error of a call for people, with what to do."""
     message = _message_of(error)
-    if _lacks_credentials(error):
-        return StoreError(
-            f"{what}: no credentials ({message}); set them as for the store's own tools, "
-            "for S3 with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a profile"
-        )
-    if "NoSuchBucket" in repr(error.__cause__) or "bucket does not exist" in str(error):
-        return StoreError(f"{what}: this bucket does not exist; create it, or correct the URL")
+    if mistake := _mistake(error):
+        return StoreError(f"{what}: {mistake.format(f'({message})')}")
     if isinstance(error, FileNotFoundError):
         return MissingError(f"{what}: it does not exist")
-    if isinstance(error, PermissionError) or _status_of(error) in (401, 403):
-        return StoreError(
-            f"{what}: no permission ({message}); check the credentials and their permissions"
-        )
     if is_passing(error):
         return StoreError(
             f"{what}: failed after {tries} tries, the last error: {message}; check the "
             "network and the store, then start the same command again"
         )
     return StoreError(f"{what}: {message}")
+
+
+def _mistake(error: Exception) -> str | None:
+    """What a user has to mend, if it is that, with a place for the library's message."""
+    if _lacks_credentials(error):
+        return (
+            "no credentials {}; set them as for the store's own tools, "
+            "for S3 with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a profile"
+        )
+    response = getattr(error.__cause__, "response", None)
+    code = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
+    if code == "NoSuchBucket" or "bucket does not exist" in str(error):
+        return "this bucket does not exist; create it, or correct the URL"
+    if code in _SETTINGS:
+        return _SETTINGS[code]
+    if isinstance(error, PermissionError) or _status_of(error) in (401, 403):
+        return "no permission {}; check the credentials and their permissions"
+    return None
 
 
 def _message_of(error: BaseException) -> str:
