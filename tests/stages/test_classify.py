@@ -194,6 +194,16 @@ def test_a_text_is_what_its_tokenizer_encodes_and_a_conversation_what_the_templa
     assert isinstance(dropped, Dropped)
 
 
+def test_a_model_without_a_template_reads_texts_and_drops_conversations():
+    section = DataSection(datasets=("any",), cutoff_len=64)
+    rows = [Example(text="So."), Example((Message("user", "So."), Message("assistant", "No.")))]
+    labeled = [Example(row.messages, text=row.text, columns={"label": 0}) for row in rows]
+    text, chat = stage().encode(labeled, Codec(tokenizer(), None, section))
+    assert len(text) == 1
+    assert isinstance(chat, Dropped)
+    assert "set data.template" in chat.reason
+
+
 def data_of(made, values):
     return in_memory([item for outcome in encoded(made, values) for item in outcome])
 

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from .codec import Codec
 
 ONLY_IDS = Dropped("token ids, which do not say where a text ends; store the text")
+NO_TEMPLATE = Dropped(
+    "a conversation, and the tokenizer has no chat template; set data.template, or give it as text"
+)
 NOTHING = Dropped("no text, and no conversation")
 
 
@@ -21,7 +24,7 @@ def encode_inputs(examples: Sequence[Example], codec: Codec) -> list[Encoded]:
     """What a classifier reads of each row: a plain text as the tokenizer encodes it by itself, a
     conversation as the chat template renders it, up to the beginning of the next response or, if it
     ends in a response, up to the end token of that. Its last token alone has a label."""
-    reasons = [_why_not(example) for example in examples]
+    reasons = [_why_not(example, codec) for example in examples]
     kinds = [None if why else _kind(each) for each, why in zip(examples, reasons, strict=True)]
 
     def of_kind(kind: str) -> list[Example]:
@@ -30,7 +33,7 @@ def encode_inputs(examples: Sequence[Example], codec: Codec) -> list[Encoded]:
     outcomes = {
         "text": iter(codec.encode_texts([str(each.text) for each in of_kind("text")])),
         "question": iter(codec.encode_prompts(of_kind("question"))),
-        "answered": iter(codec.encode_chats([_last_answer(e) for e in of_kind("answered")])),
+        "answered": iter(_encode_answered(of_kind("answered"), codec)),
     }
     return [
         why or _scored_at_its_end(next(outcomes[str(kind)]), is_answered=kind == "answered")
@@ -38,12 +41,18 @@ def encode_inputs(examples: Sequence[Example], codec: Codec) -> list[Encoded]:
     ]
 
 
-def _why_not(example: Example) -> Dropped | None:
+def _encode_answered(examples: Sequence[Example], codec: Codec) -> list[Encoded]:
+    return codec.encode_chats([_last_answer(example) for example in examples]) if examples else []
+
+
+def _why_not(example: Example, codec: Codec) -> Dropped | None:
     if example.token_ids is not None:
         return ONLY_IDS
     if is_ranked(example):
         return RANKED
-    return None if example.text or example.messages else NOTHING
+    if not (example.text or example.messages):
+        return NOTHING
+    return None if example.text or codec.template_text else NO_TEMPLATE
 
 
 def _kind(example: Example) -> str:
