@@ -28,7 +28,15 @@ from surefoot.model.numerics import seed_everything
 from surefoot.model.section import ModelSection
 from surefoot.network.draft import REAL
 from surefoot.network.heads import add_heads
-from surefoot.network.open import ON_THE_MESH, Draft, finish, fuse_head, open_network
+from surefoot.network.open import (
+    ON_THE_MESH,
+    Draft,
+    finish,
+    fuse_head,
+    fuse_lora,
+    fuse_rms_norms,
+    open_network,
+)
 from surefoot.optim._variants.adamw import AdamW
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE
@@ -79,18 +87,19 @@ def trainer(
     sharing = isolation.PromptSharing(packing and isolation.use_packed(inner))
     seed_everything(0, 1)
     model = method.apply(inner)
-    if recompute:
-        recompute_activations(inner, "full" if recompute is True else recompute)
     with torch.no_grad():  # PEFT's B is zero, and A would have no gradient
         for name, parameter in model.named_parameters():
-            if "lora_B" in name:
+            if any(leaf in name for leaf in ("lora_B", "vera_lambda", "oft_R")):
                 parameter.normal_(std=0.1)
     codec = codec or Codec(folders.tokenizer(), None, recipe.data)
     written = replace(recipe, stage=SFT(), method=Full())  # a test's own have no name in a recipe
     parts = RunParts.around(recipe, codec, folder, written=written)
     draft = Draft(folder, recipe.model, None, world, parts.models.policy.options)
     draft.inner, draft.module, draft.sharing = inner, model, sharing
-    fuse_head(draft, REAL)
+    for step in (fuse_lora, fuse_rms_norms, fuse_head):  # the forward pass of a user's run
+        step(draft, REAL)
+    if recompute:
+        recompute_activations(inner, "full" if recompute is True else recompute)
     draft.heads = add_heads(inner, recipe.stage.heads)
     for head in draft.heads.modules.values():  # which begin at 0
         torch.nn.init.normal_(head.to(inner.dtype).weight, std=0.3)

@@ -13,10 +13,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import ranks
+import small
 from kept import assert_bitwise, everything
 from spread import UNEVEN, learn, resume, save, trainer
 from surefoot.checkpoint.verification import verify
-from surefoot.methods import Full, LoRA
+from surefoot.methods import OFT, Freeze, Full, LoRA, VeRA
 from surefoot.model.numerics import seed_everything
 from surefoot.parallel.world import ALONE
 
@@ -25,6 +26,21 @@ CLOSE_FLOAT32 = 5e-5
 STEPS = 3
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 METHODS = {"full": Full(), "lora": LoRA(rank=3, alpha=8.0)}
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+OTHERS = {
+    "attention": LoRA(rank=3, targets=ATTENTION),
+    "rslora, A frozen": LoRA(rank=3, rslora=True, freeze_a=True),
+    "head saved": LoRA(rank=3, modules_to_save=("lm_head", "norm")),
+    "embeddings saved": LoRA(rank=3, modules_to_save=("embed_tokens", "lm_head")),
+    "freeze": Freeze(num_layers=2),
+}
+WITHOUT_TP = {  # refused with it
+    "dora": LoRA(rank=3, dora=True),
+    "adapted embeddings": LoRA(rank=3, targets=("embed_tokens",)),
+    "vera": VeRA(),
+    "oft": OFT(),
+}
+EVERY = {**METHODS, **OTHERS, **WITHOUT_TP}
 # 24 examples a step are divided evenly among 1, 2, 3, 4, 6 and 8 processes; 8 heads among 8.
 SIZES = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}
 SIZES |= {"num_hidden_layers": 4, **UNEVEN}
@@ -61,6 +77,8 @@ CHAIN = [  # 8, 4, 1, 2 and 8 processes
     {"pp": 2, "dp_replicate": 2, "dp_shard": 2},
     {"dp_shard": 8},
 ]
+OF_EACH_AXIS = [{"dp_replicate": 4}, {"dp_shard": 4}, {"tp": 2}, {"pp": 2, "dp_shard": 2}]
+OF_EACH_AXIS += [{"dp_shard": 2, "tp": 2}, {"pp": 2, "tp": 2}]
 CHAIN_OF_FEW = [{"dp_shard": 2, "tp": 2}, {"pp": 2}, {}, {"dp_replicate": 2}]
 
 
@@ -115,7 +133,7 @@ def gradients(made):
 
 def outcome(world, folder, method, sizes):
     """Gradients of the first step, loss and norm of each, weights after the last."""
-    made = trainer(world, folder, method=METHODS[method], **sizes)
+    made = trainer(world, folder, method=EVERY[method], **sizes)
     first, losses = gradients(made), learn(made, STEPS)
     held = {name: t for name, t in made.policy.weights.state_dict().items() if not t.is_meta}
     weights = {name: whole(tensor) for name, tensor in held.items()}
@@ -152,6 +170,21 @@ def test_a_mesh_learns_what_one_process_learns(mesh, method, tmp_path):
 def test_every_mesh_learns_what_one_process_learns(mesh, method, tmp_path):
     found = together(mesh, lambda world: outcome(world, tmp_path, method, DEEP))
     print(f"\nfigures: {name_of(mesh)} {method}: {compare(found, alone(method, deep=True)):.1e}")
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("method", EVERY)
+def test_every_method_learns_the_same_on_meshes_of_each_axis(method, tmp_path):
+    """Half of the rows have no labels, and so have all of some rank."""
+    items = small.examples(24)
+    for item in items[::2]:
+        item["labels"] = [-100] * len(item["labels"])
+    sizes = {**DEEP, "examples": items}
+    expected = outcome(ALONE, tmp_path, method, sizes)
+    for mesh in OF_EACH_AXIS:
+        if mesh.get("tp", 1) == 1 or method not in WITHOUT_TP:
+            found = together(mesh, lambda world: outcome(world, tmp_path, method, sizes))
+            print(f"\nfigures: {mesh} {method}: {compare(found, expected):.1e}")
 
 
 def follow(chain, folder, steps=1, **changes):

@@ -464,6 +464,18 @@ def test_what_a_listener_keeps_elsewhere_falls_under_the_same_policy(tmp_path):
     assert follower.events[0] == ("save", ["checkpoint-1"])
 
 
+def test_a_deletion_that_a_listener_has_yet_to_follow_is_one_line(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    follower = Follower()
+    with AsyncSaver(tmp_path, keep=1, listeners=(follower,)) as saver:
+        for step in (1, 2, 3):
+            follower.steps.add(step)  # is not deleted there yet
+            saver.save(step, weights(step))
+            saver.wait()
+    lines = [f"deleted checkpoint-{step} (keep: 1)" for step in (1, 2)]
+    assert [text for text in caplog.messages if text.startswith("deleted")] == lines
+
+
 def test_a_saver_that_continues_after_an_error_logs_it_and_saves_the_next_step(tmp_path, caplog):
     (tmp_path / "checkpoint-2").mkdir()
     with AsyncSaver(tmp_path, on_error="continue") as saver:

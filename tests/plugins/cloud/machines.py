@@ -12,7 +12,7 @@ from pathlib import Path
 import warm
 from project import losses
 
-SECONDS = 120  # that a launch may take
+SECONDS = 300  # that a launch may take
 
 
 def free_port():

@@ -65,6 +65,17 @@ def test_what_is_let_go_is_deleted_once_a_newer_one_is_there(store, tmp_path):
     assert list(store.list("checkpoint-1")) == []
 
 
+def test_what_was_uploaded_and_let_go_is_not_called_missing(store, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    with Mirror(store, tmp_path) as mirror:
+        for step, replaces in [(1, ()), (2, ["checkpoint-1"]), (3, ["checkpoint-1"])]:
+            mirror.on_committed(saved(tmp_path, step), replaces)
+            mirror.on_poll()  # uploaded
+            mirror.on_poll()  # deleted there
+    assert 1 not in there(store)
+    assert "was not uploaded" not in caplog.text
+
+
 def test_what_is_about_to_be_dropped_here_is_not_begun(store, tmp_path):
     saved(tmp_path, 1)
     mirror = Mirror(store, tmp_path)

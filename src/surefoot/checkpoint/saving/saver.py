@@ -116,6 +116,7 @@ class AsyncSaver:
         self._times = Times(self._root)
         self._part = self._root if self.apart is None else self.apart.part_of(self.writers.rank)
         self._done: list[Path] = []  # committed, and not yet returned to the caller
+        self._gone: set[str] = set()  # names of which a line has said that they are deleted
 
     @property
     def in_flight(self) -> Path | None:
@@ -360,9 +361,12 @@ class AsyncSaver:
                 listener.on_committed(path, saved.replaced)
 
     def _log_deleted(self, names: Sequence[str]) -> None:
-        """One line for the checkpoints that are gone; on the first rank, which has their names."""
-        if gone := [name for name in names if not files.exists(self._root / name)]:
-            logger.info("deleted %s (%s)", ", ".join(gone), self._rule)
+        """One line for the checkpoints that are gone; on the first rank, which has their names.
+        Those that a listener has yet to delete come again."""
+        gone = [name for name in names if not files.exists(self._root / name)]
+        if new := [name for name in gone if name not in self._gone]:
+            logger.info("deleted %s (%s)", ", ".join(new), self._rule)
+        self._gone = {*gone}
 
     def _bear(self, error: CheckpointError) -> None:
         """Raise or log the ``error`` of a save."""

@@ -137,6 +137,8 @@ class Mirror:
         self._try_again()
         step, uploading = step_of(path), self._uploading
         for old in sorted({step_of(Path(name)) for name in replaces} - self.steps - {uploading}):
+            if self._checkpoints[old].is_dropped:
+                continue  # with the save before, and by now in the store, too
             logger.info(
                 "checkpoint-%d was not uploaded: a newer checkpoint was uploaded first, and "
                 "the retention policy has deleted this one",
