@@ -26,6 +26,7 @@ KINDS = {
 MORE = {  # for the tests that look for them
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "olmo2": {},
     "phi3": {},
     "starcoder2": {},  # its norms compute in the type of the weights, not in float32

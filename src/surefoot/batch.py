@@ -38,6 +38,20 @@ class TrainedPositions:
     kept: torch.Tensor  # [K] the columns that the head is asked for
     among_kept: torch.Tensor | None  # [N] each position's column among these; None: one row, N = K
     lengths: torch.Tensor  # [E] how many of them each document has, of a rectangle each row
+    host_columns: np.ndarray  # [N] ``columns``, where a GPU need not be waited for
+
+
+class RowPart(Protocol):
+    """The part of a packed row that is on this rank, if several ranks share it.
+
+    Shapes: L tokens of this rank, X keys that its queries attend to, run after run.
+    """
+
+    def runs(self, window: int | None) -> tuple[Sequence[int], Sequence[int]]:
+        """The lengths of its runs of queries, and of the keys that each attends to."""
+
+    def fetched(self, heads: Sequence[torch.Tensor], window: int | None) -> list[torch.Tensor]:
+        """[1, H, X, E] of each of the keys and values [1, H, L, E]. A collective call."""
 
 
 class Pictures(Protocol):
@@ -75,6 +89,7 @@ class Batch:
     # [A, B, T] int64, positions of A axes (M-RoPE), in place of ``position_ids``, which are before
     # them in a packed row
     axes: torch.Tensor | None = None
+    part: RowPart | None = None  # which these tokens are of a row; all else describes the row
     at: TrainedPositions | None = None  # where its labels are predicted, once looked up
     at_ends: TrainedPositions | None = None  # the last token of each document, once looked up
 
@@ -123,7 +138,8 @@ class Batch:
         def moved(places: TrainedPositions | None) -> TrainedPositions | None:
             if places is None:
                 return None
-            return replace(places, **{n: function(part) for n, part in _tensors(places).items()})
+            tensors = {name: function(tensor) for name, tensor in _tensors(places).items()}
+            return replace(places, **tensors, host_columns=places.host_columns)
 
         at, at_ends = moved(self.at), moved(self.at_ends)
         return replace(
@@ -132,6 +148,7 @@ class Batch:
             extras=extras,
             pictures=self.pictures,
             media=media,
+            part=self.part,
             at=at,
             at_ends=at_ends,
         )
@@ -151,7 +168,7 @@ _PLACES = ("at", "at_ends")
 
 def _tensors(holder: Batch | TrainedPositions) -> dict[str, torch.Tensor]:
     """The fields that are tensors."""
-    others = {"extras", "media", "pictures", *_PLACES}
+    others = {"extras", "media", "pictures", "part", "host_columns", *_PLACES}
     values = {f.name: getattr(holder, f.name) for f in fields(holder) if f.name not in others}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -189,7 +206,7 @@ def _as_positions(
         of_head, inverse = np.unique(columns, return_inverse=True)
         among = here(inverse)
     return TrainedPositions(
-        here(labels), here(rows), here(columns), here(of_head), among, here(lengths)
+        here(labels), here(rows), here(columns), here(of_head), among, here(lengths), columns
     )
 
 

@@ -77,6 +77,33 @@ def test_processes_are_those_of_the_recipe_or_those_asked_for(recipe):
     assert "buffers" in out
 
 
+def test_ranks_that_share_rows_have_a_part_of_the_activations_and_what_they_fetch_is_said(recipe):
+    two = (recipe, "parallel.num_processes=2", "train.micro_batch_size=4", "--device", "cpu")
+    alone, shared = as_json(*two), as_json(*two, "parallel.cp=2")
+    part, batch = shared["shared_rows"], shared["heaviest_pass"]
+    assert alone["shared_rows"] is None
+    assert batch["tokens"] / 2 <= part["tokens"] <= 0.6 * batch["tokens"]
+    assert shared["memory"]["activations"] < 0.7 * alone["memory"]["activations"]
+    assert part["longest"] < part["tokens"]
+    (remark,) = [line for line in shared["remarks"] if "parallel.cp" in line]
+    assert "with cp 1 and a smaller train.micro_batch_size" in remark
+    few = (
+        recipe,
+        "parallel.num_processes=2",
+        "parallel.cp=2",
+        "train.micro_batch_size=1",
+        "--device",
+        "cpu",
+    )
+    divided = as_json(*few)["shared_rows"]  # one document, which both ranks need most of
+    width = 2 * 2 * 8 * 4  # keys and values of two heads of 8 float32 numbers
+    assert divided["fetched"] in {width * (divided["longest"] // 2 + more) for more in (0, 1)}
+    out = run(*few).stdout
+    assert "dp_shard 2, of which 2 share each row" in out
+    assert "of keys and values fetched in a layer" in out
+    assert "with cp 1" not in out
+
+
 def test_of_a_pipeline_it_is_said_what_is_not_known(recipe):
     out = run(recipe, "parallel.pp=2", "parallel.num_processes=2").stdout
     assert " × pp 2" in out

@@ -9,9 +9,10 @@ from safetensors.torch import load_file, save_file
 
 import ranks
 import surefoot
-from folders import save_adapter, save_recipe, tokenizer
+from folders import save_adapter, save_recipe, save_tokenizer, tokenizer
 from surefoot.errors import ModelError, RecipeError, RunError
 from surefoot.methods import Full, LoRA
+from surefoot.model.section import ModelSection
 from surefoot.model.tokenizer import load_tokenizer
 from surefoot.model.weight_matrices import refuse_read_weights
 from surefoot.network.draft import MetaTensors, NetworkOptions
@@ -65,6 +66,31 @@ INTERLEAVED = {"pp": 2, "pp_schedule": "interleaved"}
 def test_heads_or_layers_that_ranks_cannot_share_are_refused(project, tmp_path, parallel, words):
     with pytest.raises(RecipeError, match=words):
         checked(project, tmp_path, parallel=parallel)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        ("lfm2", {}, r"its layers have a state, or tables of their own \(conv\)"),
+        ("mamba2", {}, r"its layers have a state"),
+        ("gptj", {}, r"its attention is by masks of rows"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            r"its rotary embedding \(dynamic\) depends on the length of the row",
+        ),
+    ],
+)
+def test_models_whose_rows_ranks_cannot_share_are_refused(kind, changes, words, tmp_path):
+    architectures.build(kind, **changes).save_pretrained(tmp_path)
+    save_tokenizer(tokenizer(), tmp_path)
+    options = NetworkOptions(method=Full(), packing=True)
+    others = (AdamW(learning_rate=1e-3),)
+    keywords = {"num_processes": 2, "output_dir": tmp_path / "run"}
+    refuse_early(tmp_path, ModelSection(path=str(tmp_path)), options, *others, **keywords)
+    shared = replace(options, parallel=ParallelSection(dp_shard=2, cp=2))
+    with pytest.raises(ModelError, match=rf"parallel\.cp: .* part of a row, because {words}"):
+        refuse_early(tmp_path, ModelSection(path=str(tmp_path)), shared, *others, **keywords)
 
 
 def test_a_weight_that_is_read_past_its_layer_is_refused():

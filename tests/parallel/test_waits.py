@@ -33,7 +33,13 @@ ON_THE_HOST = {
     "model/packed_attention.py": {"cu_seqlens", "branches"},
     "model/token_tiles.py": {"differs"},  # of a trial
     "optim/_rules/few_bits.py": {"means", "-means"},
-    "parallel/world.py": {"totals", "maxima", "by_axis.flatten(end_dim=-2)"},
+    "parallel/context_parallel.py": {
+        "branches",
+        "bounds",
+        "np.bincount(self.owner[needs[me]], minlength=size)",
+        "np.bincount(owner, minlength=group.size)",
+    },
+    "parallel/world.py": {"totals", "maxima", "by_axis.flatten(end_dim=-2)", "by_data"},
     "run/counterfactual.py": {"read_step_file(folder, STEPS)"},
     "run/from_python.py": {"value", "tensor.detach()"},
     "run/row_gradients.py": {"rows.items"},

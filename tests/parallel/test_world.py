@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -21,7 +22,7 @@ from surefoot.generate.generation import ReplicaShare
 from surefoot.network.network import Network
 from surefoot.parallel.section import ParallelSection, launched, name_ranks
 from surefoot.parallel.sharding import AXES
-from surefoot.parallel.world import ALONE, World, connected, gpu_of, joined
+from surefoot.parallel.world import ALONE, RowGroup, World, connected, gpu_of, joined
 from surefoot.recipe.recipe import read
 
 logger = logging.getLogger("surefoot")
@@ -116,11 +117,15 @@ def test_axes_that_do_not_fit_are_named():
         ParallelSection(num_processes=4, dp_shard=3)
     with pytest.raises(ValueError, match="1 x 1 x 3, but there are 4"):
         ParallelSection(num_processes=4, tp=3)
+    with pytest.raises(ValueError, match="cp is 4, which does not divide dp_replicate x dp_shard"):
+        ParallelSection(cp=4, tp=2).axes(4)
+    assert ParallelSection(cp=2, dp_replicate=2, tp=2).num_data_ranks(16) == 4
 
 
 @pytest.mark.parametrize(
     "settings",
     [
+        {"cp": 0},
         {"num_processes": 0},
         {"dp_shard": 0},
         {"tp": 0},
@@ -205,6 +210,18 @@ def test_no_two_layers_and_shares_draw_the_same_numbers_but_parts_of_one_matrix(
     worlds = [placed(rank, 2, 1, 2, 2) for rank in range(8)]
     assert [worlds[i].draws == worlds[i + 1].draws for i in range(0, 8, 2)] == [True] * 4
     assert len({world.draws for world in worlds}) == 4
+
+
+def test_ranks_that_share_a_row_have_one_share_of_the_examples_and_draw_other_numbers():
+    worlds = [
+        replace(placed(rank, 1, 2, 4, 1), row_group=RowGroup(rank % 2, 2)) for rank in range(8)
+    ]
+    assert [world.data_rank for world in worlds] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert {world.num_data_ranks for world in worlds} == {4}
+    assert len({world.draws for world in worlds}) == 8
+    replicas = placed(1, 1, 2, 1, 1)
+    assert replicas.has_replicas_only
+    assert not replace(replicas, row_group=RowGroup(1, 2)).has_replicas_only
 
 
 def test_alone_everything_is_as_it_is():

@@ -73,6 +73,10 @@ def test_the_runs_own_way_to_sample_holds_where_nothing_else_is_said(tmp_path):
             "model: {path: x}\nparallel: {tp: 2, sequence_parallel: true}",
             "parallel.sequence_parallel: has no effect on responses",
         ),
+        (
+            "model: {path: x}\nparallel: {dp_replicate: 2, cp: 2}",
+            "parallel.cp: has no effect on responses",
+        ),
         ("model: {path: x, weights: y, base: z}", "model.base: cannot be used with model.weights"),
         ("- x", "expected"),
     ],

@@ -296,6 +296,7 @@ NOT_ROUNDED = (
 )
 HELD_OUT = {"data.val_size": 0.1}
 MASTER = {"optim.adamw.bf16_weights": "master"}
+OF_ROWS = "is of whole rows, which no rank has with parallel.cp; remove one of the two"
 BROKEN = {  # settings, the problems that they have, and settings without which they have them
     "evaluation by steps": ({"train.eval_steps": 5}, [f"train.eval_steps: {NO_DATA}"], HELD_OUT),
     "by minutes": ({"train.eval_minutes": 1}, [f"train.eval_minutes: {NO_DATA}"], HELD_OUT),
@@ -341,6 +342,34 @@ BROKEN = {  # settings, the problems that they have, and settings without which 
         {"stage": "pt", "data.mask_history": True, "data.default_system": "Be brief."},
         [f"data.mask_history: {NO_TURNS}", f"data.default_system: {NO_TURNS}"],
         {"stage": "sft"},
+    ),
+    "parts of rows that are padded": (
+        {"parallel.dp_shard": 2, "parallel.cp": 2, "data.packing": False},
+        [
+            "data.packing: parallel.cp divides packed rows; set it to true, or leave parallel.cp "
+            "at 1"
+        ],
+        {"data.packing": True},
+    ),
+    "parts of rows in stages": (
+        {"parallel.dp_shard": 2, "parallel.cp": 2, "parallel.pp": 2},
+        [
+            "parallel.pp: the stages of a pipeline cannot share rows (parallel.cp); set one of "
+            "them to 1"
+        ],
+        {"parallel.pp": 1},
+    ),
+    "what is of whole rows": (
+        {
+            **{"parallel.dp_shard": 2, "parallel.cp": 2, "model.neftune_noise_alpha": 5.0},
+            **{"model.router_bias_update_rate": 0.001, "model.attention": "flash_attention_2"},
+        },
+        [
+            f"model.neftune_noise_alpha: {OF_ROWS}",
+            f"model.router_bias_update_rate: {OF_ROWS}",
+            "model.attention: takes no part of a row (parallel.cp); use auto",
+        ],
+        {"parallel.cp": 1},
     ),
     "rounding": (MASTER, [NOT_ROUNDED], {"model.dtype": "bfloat16"}),
     "float32": ({**MASTER, "model.dtype": "float32"}, [NOT_ROUNDED], {"model.dtype": "bfloat16"}),

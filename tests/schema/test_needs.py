@@ -73,7 +73,7 @@ ALONE = {
     "ScheduleFree": "schedule beta1",
     "CheckpointSection": "save_steps save_minutes save_epoch keep resume "
     "max_shard_size layout async_save share_unchanged on_save_error",
-    "ParallelSection": "num_processes dp_replicate dp_shard tp sequence_parallel pp "
+    "ParallelSection": "num_processes dp_replicate dp_shard tp sequence_parallel cp pp "
     "pp_stages_per_rank reshard_after_forward max_restarts timeout",
     "GenerateSection": "max_new_tokens do_sample repetition_penalty stop batch_size "
     "batch_invariant",

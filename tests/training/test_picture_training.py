@@ -256,9 +256,10 @@ def test_a_picture_that_changes_while_a_run_waits_stops_it_by_name(kind, run, tm
 
 @pytest.mark.parametrize("kind", ["qwen2_vl"])
 def test_rows_with_pictures_are_refused_where_ranks_share_their_tokens(kind, run):
-    where = r"the row has pictures, and ranks of parallel\.sequence_parallel cannot share them"
-    with pytest.raises(DataError, match=where):
-        run(parallel={"tp": 2, "sequence_parallel": True})
+    for parallel in ({"tp": 2, "sequence_parallel": True}, {"dp_shard": 2, "cp": 2}):
+        where = rf"the row has pictures, and ranks of parallel\.{[*parallel][1]} cannot share them"
+        with pytest.raises(DataError, match=where):
+            run(parallel=parallel)
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl"])

@@ -157,7 +157,15 @@ def show(recipe: Recipe, run_plan: Plan, *, is_given: bool) -> None:
 def _remarks(recipe: Recipe, run_plan: Plan) -> list[str]:
     from ..training.windows import remarks
 
-    return [*remarks(recipe.train, recipe.optim, run_plan.examples, run_plan.course.steps)]
+    found = [*remarks(recipe.train, recipe.optim, run_plan.examples, run_plan.course.steps)]
+    shared = run_plan.shared_rows
+    if shared is not None and shared.longest <= shared.tokens:
+        found.append(
+            f"parallel.cp: no example is longer ({shared.longest:,} tokens) than the part of a rank"
+            f" ({shared.tokens:,}); with cp 1 and a smaller train.micro_batch_size, ranks compute "
+            "as many tokens, and fetch nothing"
+        )
+    return found
 
 
 def _lines(recipe: Recipe, run_plan: Plan, *, is_given: bool) -> Iterator[tuple[str, str]]:
@@ -171,6 +179,7 @@ def _lines(recipe: Recipe, run_plan: Plan, *, is_given: bool) -> Iterator[tuple[
     layout = f" = dp_replicate {mesh.dp_replicate} × dp_shard {mesh.dp_shard}"
     layout += f" × tp {mesh.tp}" if mesh.tp > 1 else ""
     layout += f" × pp {mesh.pp}" if mesh.pp > 1 else ""
+    layout += f", of which {mesh.cp} share each row" if mesh.cp > 1 else ""
     layout = layout if mesh.num_processes > 1 else ""
     yield "processes", f"{mesh.num_processes:,}{layout}, {run_plan.precision}, {where}"
     about, source = "", "all, from the cache"
@@ -186,6 +195,9 @@ def _lines(recipe: Recipe, run_plan: Plan, *, is_given: bool) -> Iterator[tuple[
     heavy = run_plan.heaviest
     several = f"{heavy.examples:,} examples, {heavy.tokens:,} tokens, {heavy.trained:,} trained"
     yield "peak micro-batch", several
+    if (shared := run_plan.shared_rows) is not None:
+        fetched = f"{in_bytes(shared.fetched)} of keys and values fetched in a layer"
+        yield "a rank's part of it", f"at most {shared.tokens:,} tokens, {fetched}"
     if (pictures := run_plan.pictures) is not None:
         size, (width, height) = in_bytes(pictures.num_bytes), pictures.largest
         words = f"whose layers keep {size}, by a pass of one of {width} x {height} pixels"

@@ -38,13 +38,14 @@ from .packed_attention import (
     BoundsMissingError,
     attend_by_mask,
     by_document,
+    no_parts,
     packed_arguments,
     plain_kernel,
     set_attention,
     switch_to_packed,
     uses_document_attention,
 )
-from .packed_mixers import join_mixers, separate_mixers
+from .packed_mixers import has_mixers, join_mixers, separate_mixers
 
 logger = logging.getLogger(__name__)
 Run = Callable[[Batch], torch.Tensor]  # a value, or a row of them, for each trained position
@@ -178,6 +179,53 @@ def settle_attention(
         first_problem = first_problem or problem
     attend_by_mask(model, is_on=False)
     raise _refused(model, first_problem)
+
+
+_OF_PLACES = ("dynamic", "longrope")  # rotations of a token by how long its row is
+_IN_ROWS = ("full_attention", "sliding_attention")  # layers in which a part of a row can be
+
+
+def refuse_parts(model: PreTrainedModel) -> None:
+    """Raise ``ModelError`` if it is known on the meta device that ranks cannot share rows of
+    ``model``, which packs them."""
+    config = model.config.get_text_config()
+    others = set(getattr(config, "layer_types", None) or ()) - {*_IN_ROWS}
+    if others or model._is_stateful:
+        kinds = f" ({', '.join(sorted(others))})" if others else ""
+        raise no_parts(model, f"its layers have a state, or tables of their own{kinds}")
+    if not uses_document_attention(model) or model.config._attn_implementation == MASKS:
+        raise no_parts(model, "its attention is by masks of rows")
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if (kind := part.get("rope_type")) in _OF_PLACES:
+            raise no_parts(model, f"its rotary embedding ({kind}) depends on the length of the row")
+
+
+@torch.no_grad()
+def verify_parts(
+    model: PreTrainedModel,
+    run: Run,
+    run_part: Run,
+    longest: int,
+    agreed: Callable[[str | None], str | None],
+) -> None:
+    """Raise ``ModelError`` unless ranks that share a row get the values that one rank gets of it:
+    attention may not be all by which its tokens see each other. The arguments are those of
+    ``settle_attention``; ``run_part`` computes a part of the row."""
+    refuse_parts(model)
+    if has_mixers(model):
+        raise no_parts(model, "its layers have a state")
+    row = _long_probe(model, longest).together
+    problem = None
+    try:
+        if not _have_same_values(run_part(row), run(row)):
+            problem = "its tokens get other values than in a whole row"
+    except torch.OutOfMemoryError:
+        raise
+    except _OF_CODE as error:
+        problem = f"its code fails on it ({first_line(error)})"
+    if problem := agreed(problem):
+        raise no_parts(model, problem)
 
 
 def _separated(model: PreTrainedModel, run: Run) -> list[str]:
@@ -387,8 +435,13 @@ def _is_as_alone(model: PreTrainedModel, run: Run, probe: Probe) -> bool:
     together = run(probe.together)
     with unpacked(model):
         alone = torch.cat([run(document) for document in probe.alone])
-    error = (together - alone).abs().double().view(len(alone), -1).amax(1)
-    largest, rounding = float(alone.abs().max()), torch.finfo(alone.dtype).eps
+    return _have_same_values(together, alone)
+
+
+def _have_same_values(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether trained positions have the same values, but for rounding."""
+    error = (first - second).abs().double().view(len(second), -1).amax(1)
+    largest, rounding = float(second.abs().max()), torch.finfo(second.dtype).eps
     # in few bits, experts of some tokens are chosen by rounding: most positions must agree
     worst = error.max() if rounding < 1e-6 else error.median()
     return float(worst) <= min(512 * rounding, 0.05) * largest

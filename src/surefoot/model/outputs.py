@@ -447,14 +447,14 @@ def _arguments(model: nn.Module, batch: Batch, hidden: torch.Tensor | None) -> d
     # A model without pixels computes something of the placeholders, and says nothing.
     assert batch.pictures is None, "the pictures of a batch were not read"
     entering = {"input_ids": batch.input_ids} if hidden is None else {"inputs_embeds": hidden}
-    packed = batch.cu_seqlens
+    packed = () if batch.cu_seqlens is None else (batch.cu_seqlens, batch.branches, batch.part)
     return {
         **entering,
         "attention_mask": batch.attention_mask,
         "position_ids": batch.position_ids if batch.axes is None else batch.axes,
         "use_cache": False,
         **batch.media,
-        **({} if packed is None else packed_arguments(inner_of(model), packed, batch.branches)),
+        **(packed_arguments(inner_of(model), *packed) if packed else {}),
     }
 
 

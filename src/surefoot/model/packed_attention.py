@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from ..batch import sent
+from ..batch import RowPart, sent
 from ..errors import ModelError
 from ..parallel.progress import wait_for_ranks
 from .loading import on_meta, once_per_architecture
@@ -74,9 +74,13 @@ def _passes_bounds(model: PreTrainedModel) -> bool:
 
 
 def packed_arguments(
-    model: PreTrainedModel, cu_seqlens: torch.Tensor, branches: torch.Tensor | None = None
+    model: PreTrainedModel,
+    cu_seqlens: torch.Tensor,
+    branches: torch.Tensor | None = None,
+    part: RowPart | None = None,
 ) -> dict[str, object]:
-    """The arguments of ``model`` for a packed row with these bounds and branches, on the CPU.
+    """The arguments of ``model`` for a packed row with these bounds and branches, on the CPU, or
+    for the ``part`` of it that is on this rank.
 
     There are three ways, of which ``isolation`` has selected one: the attention of this module, a
     mask of the row, or transformers' own treatment of rows whose positions restart.
@@ -84,13 +88,17 @@ def packed_arguments(
     bounds = cu_seqlens.tolist()
     if uses_document_attention(model):
         lengths = None if branches is None else branches.tolist()
-        arguments: dict[str, object] = {"document_bounds": DocumentBounds(bounds, lengths)}
+        arguments: dict[str, object] = {"document_bounds": DocumentBounds(bounds, lengths, part)}
         if model.config._attn_implementation == MASKS:
+            if part is not None:
+                raise no_parts(model, "its attention has masks of whole documents")
             # Without a padding mask, transformers looks for documents in the positions itself, and
             # looks up pictures at positions inside of them (5.23, masking_utils.py:876 and 203).
             ones = torch.ones(1, bounds[-1], dtype=torch.int64, device=model.device)
             arguments["attention_mask"] = ones
         return arguments
+    if part is not None:
+        raise no_parts(model, f"its attention is {model.config._attn_implementation}")
     if branches is not None:
         raise ModelError(
             f"{type(model).__name__}: responses cannot share a prompt with the attention "
@@ -122,13 +130,16 @@ class DocumentBounds:
     again for each length.
 
     ``branches`` are the tokens of the prompt and of each response in each document, if some share a
-    prompt (see ``Batch``).
+    prompt (see ``Batch``). ``part`` is this rank's, if several share the row.
     """
 
     def __init__(
-        self, values: Sequence[int], branches: Sequence[Sequence[int]] | None = None
+        self,
+        values: Sequence[int],
+        branches: Sequence[Sequence[int]] | None = None,
+        part: RowPart | None = None,
     ) -> None:
-        self.values, self.branches = values, branches
+        self.values, self.branches, self.part = values, branches, part
         self._memo: dict[str, object] = {}
 
     @property
@@ -153,6 +164,14 @@ class DocumentBounds:
         if name not in self._memo:
             self._memo[name] = compute()
         return cast("Value", self._memo[name])
+
+
+def no_parts(model: PreTrainedModel, why: str) -> ModelError:
+    """The error for a model of whose rows no rank can compute a part."""
+    return ModelError(
+        f"parallel.cp: {type(model).__name__} cannot compute a part of a row, because {why}; leave "
+        "cp at 1"
+    )
 
 
 class BoundsMissingError(ModelError):
@@ -200,14 +219,35 @@ def by_document(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
             sinks=options.get("s_aux"),
         )
         row_mask: RowMask | None = getattr(attention_mask, "of_row", None)
+        heads: Heads = with_fetched((query, key, value), bounds, scoring.window)
 
         def attend_row(heads: Heads) -> torch.Tensor:
+            if bounds.part is not None:
+                return _attend_runs(kernel, heads, bounds.part, scoring)
             return _attend_documents(kernel, heads, bounds, scoring, row_mask)
 
-        output = deterministically(attend_row, (query, key, value))
+        output = deterministically(attend_row, heads)
         return output.transpose(1, 2).contiguous(), None
 
     return attend
+
+
+def with_fetched(heads: Heads, bounds: DocumentBounds, window: int | None = None) -> Heads:
+    """``heads``, or for a part of a row its queries and the keys and values that they attend to,
+    run after run."""
+    if bounds.part is None:
+        return heads
+    return [heads[0], *bounds.part.fetched(heads[1:], window)]
+
+
+def _attend_runs(kernel: Kernel, heads: Heads, part: RowPart, scoring: Scoring) -> torch.Tensor:
+    """[1, H, L, E] one call of ``kernel`` per run of queries, which are the last of their keys."""
+    num_queries, num_keys = map(list, part.runs(scoring.window))
+    lengths = (num_queries, num_keys, num_keys)
+    runs = zip(
+        *(torch.split(head, n, dim=2) for head, n in zip(heads, lengths, strict=True)), strict=True
+    )
+    return torch.cat([kernel(run, scoring) for run in runs], dim=2)
 
 
 def _attend_documents(

@@ -38,6 +38,7 @@ from .packed_attention import (
     register_attention,
     sdpa,
     set_attention,
+    with_fetched,
 )
 
 logger = logging.getLogger(__name__)
@@ -206,7 +207,7 @@ def register(name: str, kernel: RowKernel) -> None:
             dtype = torch.get_autocast_dtype(query.device.type)
             heads = [tensor.to(dtype) for tensor in heads]
         scaling = cast("float | None", kwargs.get("scaling"))
-        return kernel(heads, bounds, scaling).contiguous(), None
+        return kernel(with_fetched(heads, bounds), bounds, scaling).contiguous(), None
 
     register_attention(PREFIX + name, attend)
 
@@ -256,7 +257,12 @@ class _Segments:
 
 
 def _segments(bounds: DocumentBounds, device: torch.device) -> _Segments:
-    """The documents of a row; a later response is a segment that sees the prompt and itself."""
+    """The documents of a row; a later response is a segment that sees the prompt and itself. Of a
+    part of a row, its runs, whose keys are in order."""
+    if bounds.part is not None:
+        queries, keys = bounds.part.runs(None)
+        longest_run = max(queries), max(keys)
+        return _Segments(_cumulated(queries, device), _cumulated(keys, device), longest_run, None)
     if bounds.branches is None:
         on_device, longest = bounds.on(device), bounds.longest
         return _Segments(on_device, on_device, (longest, longest), None)
@@ -273,18 +279,21 @@ def _segments(bounds: DocumentBounds, device: torch.device) -> _Segments:
             num_keys.append(prompt + length)
             tokens += [torch.arange(start, start + prompt), torch.arange(stop, stop + length)]
             stop += length
-    query_bounds, key_bounds = (
-        sent(torch.tensor([0, *lengths]).cumsum(0).int(), device)
-        for lengths in (num_queries, num_keys)
-    )
+    query_bounds, key_bounds = (_cumulated(lengths, device) for lengths in (num_queries, num_keys))
     longest_runs = max(num_queries), max(num_keys)
     return _Segments(query_bounds, key_bounds, longest_runs, sent(torch.cat(tokens), device))
+
+
+def _cumulated(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    """[segments + 1] int32 where each one begins, and the last one ends."""
+    return sent(torch.tensor([0, *lengths]).cumsum(0).int(), device)
 
 
 def flex(heads: Heads, bounds: DocumentBounds, scaling: float | None) -> torch.Tensor:
     """torch's flex attention with a block mask that skips blocks outside of documents."""
     attend = cast("Callable[..., object]", _compiled() if heads[0].is_cuda else flex_attention)
-    mask = bounds.memoized("blocks", lambda: _blocks(bounds, heads[0].device))
+    blocks = _blocks if bounds.part is None else _blocks_of_runs
+    mask = bounds.memoized("blocks", lambda: blocks(bounds, heads[0].device))
     output = attend(*heads, block_mask=mask, scale=scaling, enable_gqa=_shares_keys(heads))
     return cast("torch.Tensor", output).transpose(1, 2)
 
@@ -309,3 +318,25 @@ def _blocks(bounds: DocumentBounds, device: torch.device) -> BlockMask:
         return (query >= key) & (document_T[query] == document_T[key]) & is_on_path
 
     return create_block_mask(sees, None, None, length, length, device=str(device))
+
+
+def _blocks_of_runs(bounds: DocumentBounds, device: torch.device) -> BlockMask:
+    """Of a part of a row, a token sees the keys of its run up to itself."""
+    assert bounds.part is not None
+    lengths = [torch.tensor(each, device="cpu") for each in bounds.part.runs(None)]
+    runs = [torch.repeat_interleave(each) for each in lengths]  # [L] and [X] which run it is of
+    places = [
+        torch.arange(len(run), device="cpu") - (each.cumsum(0) - each)[run]
+        for run, each in zip(runs, lengths, strict=True)
+    ]
+    places[0] += (lengths[1] - lengths[0])[runs[0]]  # queries are the last of their keys
+    (run_L, run_X), (place_L, place_X) = (
+        [sent(each, device) for each in pair] for pair in (runs, places)
+    )
+
+    def sees(
+        _row: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        return (run_L[query] == run_X[key]) & (place_L[query] >= place_X[key])
+
+    return create_block_mask(sees, None, None, len(run_L), len(run_X), device=str(device))

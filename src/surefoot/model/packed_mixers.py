@@ -107,6 +107,11 @@ def separate_mixers(model: PreTrainedModel, run: Callable[[int], object], cut: i
     return [name for name, module in model.named_modules() if _wrapped(module)]
 
 
+def has_mixers(model: PreTrainedModel) -> bool:
+    """Whether layers of ``model`` compute each document by itself."""
+    return any(map(_wrapped, model.modules()))
+
+
 def join_mixers(model: PreTrainedModel) -> None:
     """Undo ``separate_mixers``."""
     for module in model.modules():

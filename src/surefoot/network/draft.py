@@ -225,6 +225,7 @@ class RealTensors:
             draft.head if world.tp == 1 else None,
             draft.heads.values,
             world.tp if is_split else 1,
+            row_group=world.row_group if options.packing else None,
         )
 
 

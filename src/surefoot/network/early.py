@@ -23,6 +23,7 @@ from ..errors import (
 from ..log import fell_back, silenced
 from ..model.config import check_alone, quantization
 from ..model.expansion import refuse_divided
+from ..model.isolation import refuse_parts
 from ..model.pipeline_stages import plan_pipeline_stages
 from ..model.routers import refuse_stages
 from ..model.section import ModelSection
@@ -73,6 +74,8 @@ def refuse_early(
         fell_back(what, f"it cannot be built on the meta device ({first_line(error)})", cost)
         return
     refuse_divided(network.module, tp=parallel.tp, pp=parallel.pp)
+    if parallel.cp > 1:
+        refuse_parts(network.inner)
     if parallel.tp > 1:
         refuse_read_weights(network.inner)
         module_plans(network.inner, parallel.tp)

@@ -18,7 +18,7 @@ from ..checkpoint.state.roles import MODEL, FileRole, ShardedState
 from ..checkpoint.state.states import FileState, PartialState
 from ..generate.generation import Chooser, Decode, Ids, ReplicaShare, Sample, SampleStore, sample
 from ..generate.section import GenerateSection
-from ..model.isolation import PromptSharing, settle_attention
+from ..model.isolation import PromptSharing, settle_attention, verify_parts
 from ..model.loading import device
 from ..model.routers import RouterBiases
 from ..optim.blocks import TrainedBlocks
@@ -195,9 +195,15 @@ class Network:
                 is_stage=world.pp > 1,
             )
             self.sharing.is_proven = world.from_main(is_proven)
+            if self.engine.runner.row_group is not None:
+                verify_parts(self.inner, self.logps, self._logps, options.longest, world.first_of)
 
     def logps(self, batch: Batch) -> torch.Tensor:
-        """The log-probabilities of the trained positions of ``batch``, in reading order."""
+        """The log-probabilities of the trained positions of ``batch``, in reading order. With
+        ``parallel.cp``, each rank computes the whole row: what is found of one is of the model."""
+        return self._with_runner(replace(self.engine.runner, row_group=None))._logps(batch)
+
+    def _logps(self, batch: Batch) -> torch.Tensor:
         logps_N = self.forward(batch.to(device()), OutputSpec(("logps",))).logps
         assert logps_N is not None
         return logps_N

@@ -31,11 +31,12 @@ from ..model.numerics import PrecisionName, autocast
 from ..model.outputs import LogprobHead
 from ..model.routers import RouterBiases, has_router_loss
 from ..optim.trained import TrainedParameters
+from ..parallel.context_parallel import cut, joined
 from ..parallel.pipeline import Finish, Pipeline, run_forward, run_window
 from ..parallel.section import ParallelSection
 from ..parallel.sharded_model import full_logits
 from ..parallel.tensor_parallel import widened
-from ..parallel.world import ALONE, World, vote_on_memory
+from ..parallel.world import ALONE, RowGroup, World, vote_on_memory
 from ._pipelined import PipelinedModel
 
 
@@ -80,17 +81,38 @@ class ModelForward:
     values: nn.Linear | None = None  # the head of ``Outputs.values``
     multiple: int = 1  # sequences are padded to a multiple of it
     is_base: bool = False  # without the adapter of ``model``
+    row_group: RowGroup | None = None  # the ranks that share each packed row
     # by role, the other models that ``Outputs.divergences`` may be from
     targets: Mapping[str, Callable[[Batch], TargetDistribution]] = field(default_factory=dict)
 
     def run(self, batch: Batch, spec: OutputSpec, hidden: torch.Tensor | None = None) -> Outputs:
         """The outputs of ``batch``, which is on the model's device, with gradients if they are
         enabled. ``hidden`` enters the last stage of a pipeline in place of embedded tokens."""
+        if self.row_group is not None and batch.cu_seqlens is not None:
+            return self._run_part(batch, spec, self.row_group)
+        assert self.row_group is None or not torch.is_grad_enabled(), (
+            "parallel.cp needs packed rows"
+        )
+        return self._run(batch, widened(batch, self.multiple), spec, hidden)
+
+    def _run_part(self, batch: Batch, spec: OutputSpec, group: RowGroup) -> Outputs:
+        """The outputs of a packed row, of which each rank of ``group`` computes a part."""
+        least = self.multiple * group.size  # no part is empty
+        is_short = batch.input_ids.shape[1] < least
+        row = widened(batch, least if is_short else self.multiple).located()
+        mine, part = cut(row, group, self.multiple)
+        at = row.at_ends if spec.at == "ends" else row.at
+        assert at is not None
+        return joined(self._run(mine, mine, spec), at, part)
+
+    def _run(
+        self, batch: Batch, padded: Batch, spec: OutputSpec, hidden: torch.Tensor | None = None
+    ) -> Outputs:
         target = None if spec.divergence is None else self.targets[spec.divergence.role](batch)
         with self._computing(batch):
             return outputs.compute(
                 self.model,
-                widened(batch, self.multiple),
+                padded,
                 spec,
                 hidden=hidden,
                 vocabulary=self.vocabulary,

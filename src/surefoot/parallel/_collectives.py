@@ -30,40 +30,41 @@ def part(length: int, axis: Axis) -> slice:
 
 def copy_to_tp_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """``x``, the same on all ranks; its gradient is the sum of theirs."""
-    return _through(x, lambda x: x.view_as(x), axis.sum)
+    return through(x, lambda x: x.view_as(x), axis.sum)
 
 
 def reduce_from_tp_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The sum of all ranks' ``x``."""
-    return _through(x, axis.sum, lambda gradient: gradient)
+    return through(x, axis.sum, lambda gradient: gradient)
 
 
 def gather_from_tp_region(x: torch.Tensor, axis: Axis, length: int, dim: int = -1) -> torch.Tensor:
     """The shards of all ranks, concatenated to ``length`` elements along ``dim``. Later
     computation is the same on all ranks, and so is its gradient."""
     shard = part(length, axis)
-    return _through(x, lambda x: _gather(x, axis, length, dim), lambda g: _take(g, shard, dim))
+    return through(x, lambda x: _gather(x, axis, length, dim), lambda g: _take(g, shard, dim))
 
 
 def scatter_to_tp_region(x: torch.Tensor, axis: Axis, dim: int = -1) -> torch.Tensor:
     """This rank's shard, along ``dim``, of ``x``, which is the same on all ranks."""
     length = x.shape[dim]
     shard = part(length, axis)
-    return _through(x, lambda x: _take(x, shard, dim), lambda g: _gather(g, axis, length, dim))
+    return through(x, lambda x: _take(x, shard, dim), lambda g: _gather(g, axis, length, dim))
 
 
 def gather_from_sequence_region(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """As ``gather_from_tp_region``, of equal shards; but later computation differs between
     ranks, so gradients are summed."""
-    return _through(x, lambda x: _join(x, axis, dim), lambda g: _scatter(g, axis, dim))
+    return through(x, lambda x: _join(x, axis, dim), lambda g: _scatter(g, axis, dim))
 
 
 def reduce_scatter_to_sequence_region(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """This rank's shard, along ``dim``, of the sum of all ranks' ``x``; shards are equal."""
-    return _through(x, lambda x: _scatter(x, axis, dim), lambda g: _join(g, axis, dim))
+    return through(x, lambda x: _scatter(x, axis, dim), lambda g: _join(g, axis, dim))
 
 
-def _through(x: torch.Tensor, forward: Change, backward: Change) -> torch.Tensor:
+def through(x: torch.Tensor, forward: Change, backward: Change) -> torch.Tensor:
+    """``forward(x)``, whose gradient is what ``backward`` makes of that of its result."""
     return cast(torch.Tensor, _Collective.apply(x, forward, backward))  # type: ignore[no-untyped-call]
 
 

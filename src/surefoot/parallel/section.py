@@ -34,6 +34,10 @@ class ParallelSection:
     sequence_parallel: bool = False
     """Shard activations between the matrices along the sequence, over the ``tp`` ranks: less
     memory for as much communication."""
+    cp: int = 1
+    """Number of neighboring data-parallel ranks that share each packed row, and have some of its
+    tokens each (context parallelism): for documents that are too long for one rank. Divides
+    ``dp_replicate`` times ``dp_shard``."""
     pp: int = 1
     """Number of ranks over which the layers are divided; micro-batches pass from one to the next
     (pipeline parallelism). The axis for slow connections, between machines."""
@@ -53,7 +57,7 @@ class ParallelSection:
     ten times the slowest step so far, at least 2; longer to start, evaluate and save."""
 
     def __post_init__(self) -> None:
-        must(self, "be at least 1", "num_processes", *AXES, "pp_stages_per_rank")
+        must(self, "be at least 1", "num_processes", *AXES, "cp", "pp_stages_per_rank")
         must(self, "not be negative", "max_restarts")
         if self.timeout != "auto":
             must(self, "be positive", "timeout")
@@ -78,7 +82,7 @@ class ParallelSection:
         return self.pp_stages_per_rank or (2 if self.pp_schedule == "interleaved" else 1)
 
     def axes(self, world_size: int) -> dict[str, int]:
-        """The size of each of the ``AXES``; ``ValueError`` if they do not fit."""
+        """The size of each of the ``AXES``; ``ValueError`` if they, or ``cp``, do not fit."""
         sizes: dict[str, int] = {axis: getattr(self, axis) or 1 for axis in AXES}
         if self.dp_shard is None:
             sizes["dp_shard"] = max(1, world_size // math.prod(sizes.values()))
@@ -87,12 +91,16 @@ class ParallelSection:
                 f"{' x '.join(AXES)} is {' x '.join(map(str, sizes.values()))}, but there "
                 f"{'is 1 process' if world_size == 1 else f'are {world_size} processes'}"
             )
+        if (count := math.prod(sizes[axis] for axis in DATA_AXES)) % self.cp:
+            raise ValueError(
+                f"cp is {self.cp}, which does not divide {' x '.join(DATA_AXES)}, here {count}"
+            )
         return sizes
 
     def num_data_ranks(self, world_size: int) -> int:
         """Into how many shares the examples are divided; raises as ``axes``."""
         sizes = self.axes(world_size)
-        return math.prod(sizes[axis] for axis in DATA_AXES)
+        return math.prod(sizes[axis] for axis in DATA_AXES) // self.cp
 
 
 # What launchers call rank, number of ranks, and rank on this machine: torchrun's names and SLURM's.

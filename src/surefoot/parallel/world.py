@@ -39,6 +39,16 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class RowGroup:
+    """The ranks that share each packed row, as one of them sees them (``context_parallel``)."""
+
+    rank: int
+    size: int
+    # None: of a dry run, which receives values that do not exist
+    group: dist.ProcessGroup | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
 class World:
     """One rank of ``size``. A single rank has no mesh, and everything here is a no-op."""
 
@@ -50,6 +60,7 @@ class World:
     timeout: timedelta = timedelta(minutes=10)  # of collectives
     is_apart: bool = False  # whether its machines have no folder in common
     progress: Progress = field(default_factory=Progress, compare=False, repr=False)
+    row_group: RowGroup | None = None  # the ranks that share each row with this one
 
     @property
     def is_main(self) -> bool:
@@ -118,14 +129,19 @@ class World:
         return self.rank_along("pp")
 
     @property
+    def cp(self) -> int:
+        """The number of ranks that share each row."""
+        return 1 if self.row_group is None else self.row_group.size
+
+    @property
     def data_rank(self) -> int:
         """Which share of the examples belongs to this rank."""
-        return self.rank_along(*DATA_AXES)
+        return self.rank_along(*DATA_AXES) // self.cp
 
     @property
     def num_data_ranks(self) -> int:
         """The number of shares into which the examples are divided."""
-        return self.size_along(*DATA_AXES)
+        return self.size_along(*DATA_AXES) // self.cp
 
     @property
     def num_local_ranks(self) -> int:
@@ -139,13 +155,17 @@ class World:
 
     @property
     def has_replicas_only(self) -> bool:
-        """Whether there are several ranks, and each has all weights."""
-        return self.size > 1 and self.size_along("dp_replicate") == self.size
+        """Whether there are several ranks, and each has all weights, and rows of its own."""
+        is_replica = self.size > 1 and self.size_along("dp_replicate") == self.size
+        return is_replica and self.row_group is None
 
     @property
     def draws(self) -> tuple[int, ...]:
-        """For seeds: dropout differs between shares of the examples and stages, not on ``tp``."""
-        return (self.data_rank, self.pp_rank) if self.pp_rank else (self.data_rank,)
+        """For seeds: dropout differs between shares of the examples, parts of a row and stages, not
+        on ``tp``."""
+        part = 0 if self.row_group is None else self.row_group.rank
+        place = (self.data_rank, self.pp_rank, part)
+        return place if part else place[:2] if self.pp_rank else place[:1]
 
     def sums(self, values: Sequence[float]) -> list[float]:
         """Each value summed in float64 over the shares of the examples: ranks with the same share
@@ -155,7 +175,8 @@ class World:
 
     def summed(self, values: torch.Tensor) -> torch.Tensor:
         """The same for values on a device, without waiting for them."""
-        once = values if self.is_first_of(*DATA_AXES) else torch.zeros_like(values)
+        is_first = self.row_group is None or self.row_group.rank == 0
+        once = values if is_first and self.is_first_of(*DATA_AXES) else torch.zeros_like(values)
         return self._reduced(once, dist.ReduceOp.SUM)
 
     def totals(self, values: torch.Tensor) -> torch.Tensor:
@@ -344,10 +365,27 @@ def connected(section: ParallelSection, rank: int, size: int, local: int = 0) ->
             # find ranks that hang (docs/decisions/0030).
             patient = wait_for_ranks(dist.new_group, backend="gloo", timeout=_PATIENCE)
             timeout = timedelta(minutes=section.join_minutes)
-            yield World(rank, size, mesh, patient, local, timeout)
+            world = World(rank, size, mesh, patient, local, timeout)
+            yield replace(world, row_group=_row_group(world, section.cp))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _row_group(world: World, size: int) -> RowGroup | None:
+    """The ranks that share rows with this one: neighbors along the data axes. A collective call."""
+    if size == 1:
+        return None
+    assert world.mesh is not None
+    names = [*world.axes]
+    data = [names.index(axis) for axis in DATA_AXES]
+    by_data = world.mesh.mesh.movedim(data, [-2, -1]).reshape(-1, size)
+    mine = None
+    for ranks in cast("list[list[int]]", by_data.tolist()):  # every rank makes all groups
+        group = wait_for_ranks(dist.new_group, ranks, timeout=world.timeout)
+        if world.rank in ranks:
+            mine = RowGroup(ranks.index(world.rank), size, group)
+    return mine
 
 
 def be_patient(world: World) -> World:
@@ -355,7 +393,8 @@ def be_patient(world: World) -> World:
     assert world.mesh is not None
     # torch 2.14 made it public and deprecated the private name, which is all that 2.13 has.
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    for group in (None, *world.mesh.get_all_groups()):  # as torchtitan's set_pg_timeouts
+    rows = [] if world.row_group is None else [world.row_group.group]
+    for group in (None, *world.mesh.get_all_groups(), *rows):  # as torchtitan's set_pg_timeouts
         set_timeout(_PATIENCE, group)
     return replace(world, timeout=_PATIENCE)
 

@@ -183,6 +183,9 @@ def _problems(prediction: Prediction) -> Iterator[Problem]:
     if parallel.sequence_parallel:
         message = "has no effect on responses, which are generated token by token; remove it"
         yield Problem(("parallel", "sequence_parallel"), message)
+    if parallel.cp > 1:
+        message = "has no effect on responses, which are generated token by token; remove it"
+        yield Problem(("parallel", "cp"), message)
     if prediction.model.weights is not None and prediction.model.base is not None:
         message = "cannot be used with model.weights: path is the base"
         yield Problem(("model", "base"), message)

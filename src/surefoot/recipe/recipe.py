@@ -485,6 +485,26 @@ def noise_needs_whole_rows(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(("parallel", name), message)
 
 
+def parts_are_of_packed_rows(recipe: Recipe) -> Iterator[Problem]:
+    """``parallel.cp`` divides the attention of packed rows, which is Surefoot's own; all else must
+    see one token at a time, on one rank with all layers."""
+    if recipe.parallel.cp == 1:
+        return
+    if not recipe.data.packing:
+        message = "parallel.cp divides packed rows; set it to true, or leave parallel.cp at 1"
+        yield Problem(("data", "packing"), message)
+    if recipe.parallel.pp > 1:
+        message = "the stages of a pipeline cannot share rows (parallel.cp); set one of them to 1"
+        yield Problem(("parallel", "pp"), message)
+    for name in ("neftune_noise_alpha", "router_bias_update_rate"):
+        if getattr(recipe.model, name) is not None:
+            message = "is of whole rows, which no rank has with parallel.cp; remove one of the two"
+            yield Problem(("model", name), message)
+    if recipe.model.attention == "flash_attention_2":
+        message = "takes no part of a row (parallel.cp); use auto"
+        yield Problem(("model", "attention"), message)
+
+
 RULES: list[Rule] = [
     evaluating_needs_data,
     best_needs_evaluations,
@@ -492,6 +512,7 @@ RULES: list[Rule] = [
     rolling_back_needs_checkpoints,
     float8_needs_whole_matrices,
     noise_needs_whole_rows,
+    parts_are_of_packed_rows,
 ]
 
 

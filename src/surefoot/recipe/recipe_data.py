@@ -130,8 +130,10 @@ def open_codec(recipe: Recipe, base: Path) -> Codec:
     section = settled(recipe, base).data
     if not recipe.stage.reads_pictures:
         return Codec(tokenizer, template, section, None, why_text())
-    if recipe.parallel.sequence_parallel:
-        why = "ranks of parallel.sequence_parallel cannot share them"
+    parallel = recipe.parallel
+    if parallel.sequence_parallel or parallel.cp > 1:
+        name = "cp" if parallel.cp > 1 else "sequence_parallel"
+        why = f"ranks of parallel.{name} cannot share them"
         return Codec(tokenizer, template, section, None, why)
     cache = recipe.data.cache_dir or default_folder()
     try:

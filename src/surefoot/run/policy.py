@@ -186,9 +186,10 @@ def prepared(network: Network) -> dict[str, str]:
     """What decides how a network computes, by a name for people."""
     world, module = network.world, network.module
     head = network.engine.runner.head
+    shared = "" if world.row_group is None else f", cp {world.cp}"
     dtypes = sorted({f"{p.dtype}".removeprefix("torch.") for p in module.parameters()})
     return {
-        MACHINE: f"{device().type}, tp {world.tp}, pp {world.pp}, ranks {world.size}",
+        MACHINE: f"{device().type}, tp {world.tp}, pp {world.pp}, ranks {world.size}{shared}",
         "attention kernel": str(network.inner.config._attn_implementation),
         "output head": "logits" if head is None else "log-probabilities in chunks",
         "precision": network.options.precision,

@@ -159,13 +159,13 @@ def test_what_would_stop_the_run_stops_the_plan(project, overrides, machine, err
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_axis_that_the_plan_does_not_know_is_refused_above_1(size, project, monkeypatch):
-    monkeypatch.setattr(section, "AXES", (*section.AXES, "cp"))
-    monkeypatch.setattr(section.ParallelSection, "cp", size, raising=False)
+    monkeypatch.setattr(section, "AXES", (*section.AXES, "ep"))
+    monkeypatch.setattr(section.ParallelSection, "ep", size, raising=False)
     recipe = load(project.recipe)
     if size == 1:
         assert rank_memory.mesh_of(recipe.parallel, Machine(2, on_gpu=False)).num_processes == 2
         return
-    with pytest.raises(RecipeError, match=r"parallel\.cp: .* is not estimated; leave it at 1"):
+    with pytest.raises(RecipeError, match=r"parallel\.ep: .* is not estimated; leave it at 1"):
         plan(project, machine=Machine(4, on_gpu=False))
 
 

@@ -28,6 +28,7 @@ from ...batch import Batch, with_router_loss
 from ...data.media.batch_media import BatchMedia
 from ...data.media.files import Noise, Seen
 from ...errors import ModelError, first_line
+from ...model.isolation import refuse_parts
 from ...model.numerics import autocast
 from ...model.packed_attention import set_attention
 from ...network.early import check_optimizer_shards
@@ -139,6 +140,8 @@ def build(parts: RunParts, setting: HoldingOptions, steps: int = LONG) -> DryRun
     options = replace(policy.options, precision=setting.precision)
     network = open_network(policy.folder, section, tokenizer, ALONE, options, tensors)
     check_optimizer_shards(network, parts.optim, options.parallel)
+    if options.parallel.cp > 1:
+        refuse_parts(network.inner)
     network.module.train()
 
     separate: dict[str, Network] = {}

@@ -30,6 +30,7 @@ from ...parallel.sharding import chunk
 from ...parallel.tensor_parallel import cut_tensors
 from ...parallel.tp_plan import LayerRange, cuts_vocabulary
 from ...parallel.vocab_parallel import VocabParallelLogits
+from ...parallel.world import RowGroup
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class HoldingOptions:
     recomputes: Recomputation = "none"
     tp: int = 1  # processes that share every matrix; of one of them, the first
     sequence_parallel: bool = False
+    cp: int = 1  # processes that share every packed row; of one of them, the first
     num_stages: int = 1  # of a pipeline
     quantized: torch.dtype = torch.float32  # of products with quantized weights
     emulates_float8: bool = True  # as CPUs do
@@ -113,6 +115,8 @@ class FakeTensors:
             self.vocabulary,
             draft.head if setting.tp == 1 else None,
             draft.heads.values,
+            setting.tp if setting.sequence_parallel else 1,
+            row_group=RowGroup(0, setting.cp) if setting.cp > 1 else None,
         )
 
 

@@ -109,6 +109,7 @@ class MeshShape:
     reshard_after_forward: bool = True
     tp: int = 1
     pp: int = 1
+    cp: int = 1  # of the data ranks, those that share each row
 
     @property
     def num_processes(self) -> int:
@@ -118,7 +119,8 @@ class MeshShape:
     @property
     def num_data_ranks(self) -> int:
         """The number of shares into which the examples are divided."""
-        return math.prod(vars(self).get(axis, 1) for axis in DATA_AXES)
+        count: int = math.prod(vars(self).get(axis, 1) for axis in DATA_AXES)
+        return count // self.cp
 
 
 @dataclass(frozen=True)

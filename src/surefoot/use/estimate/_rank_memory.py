@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import torch
 
 from ...batch import Batch
@@ -16,10 +17,13 @@ from ...data.store.dataset import EncodedDataset
 from ...errors import RecipeError
 from ...model.isolation import PromptSharing
 from ...model.numerics import PrecisionName
+from ...model.packed_kernels import row_of
 from ...model.section import Recomputation
 from ...optim.bf16_weights import offloaded_size, update_size
+from ...parallel.context_parallel import part_of
 from ...parallel.launcher import num_processes
 from ...parallel.section import ParallelSection
+from ...parallel.world import RowGroup
 from ...run.parts import RunParts, collation_of
 from ...training.context import blank_examples
 from ._batches import (
@@ -90,6 +94,7 @@ class PlanBase:
             recomputes=recomputes_on(self.machine, section.gradient_checkpointing),
             tp=parallel.tp,
             sequence_parallel=parallel.sequence_parallel,
+            cp=parallel.cp,
             num_stages=parallel.pp * parallel.num_parts if parallel.pp > 1 else 1,
             quantized=torch.bfloat16 if on_gpu else torch.float32,
             emulates_float8=not on_gpu,
@@ -137,7 +142,8 @@ def mesh_of(section: ParallelSection, machine: Machine) -> MeshShape:
             "at 1 to estimate, or measure a run with `surefoot bench`"
         )
     sizes = {axis: size for axis, size in axes.items() if axis in known}
-    return MeshShape(**sizes, reshard_after_forward=section.reshard_after_forward)
+    reshards = section.reshard_after_forward
+    return MeshShape(**sizes, reshard_after_forward=reshards, cp=section.cp)
 
 
 def recomputes_on(machine: Machine, policy: Recomputation) -> Recomputation:
@@ -208,6 +214,28 @@ def _rehearsed_batch(
     largest = max(seen, key=lambda each: each.tokens)
     pictures = PeakPictures(len(seen), kept.total, (largest.width, largest.height))
     return Rehearsed(batch, of_text.with_kept(kept), pictures=pictures)
+
+
+@dataclass(frozen=True)
+class SharedRows:
+    """How ranks share the peak micro-batch (``parallel.cp``)."""
+
+    tokens: int  # of the largest part
+    fetched: int  # bytes of keys and values, by a rank in a layer without a window, at most
+    longest: int  # tokens of the longest example
+
+    @classmethod
+    def of(cls, ground: PlanBase, rank_model: DryRunModel, batch: Batch) -> SharedRows | None:
+        """None if no ranks share rows."""
+        size, tp = ground.mesh.cp, ground.mesh.tp
+        if size == 1:
+            return None
+        part = part_of(batch, RowGroup(0, size))
+        dtype = torch.bfloat16 if ground.precision == "bf16" else torch.float32
+        row = row_of(rank_model.network.inner, (), torch.device("cpu"), dtype)
+        of_token = 2 * -(-row.num_key_value_heads // tp) * row.head_dim * dtype.itemsize
+        tokens = int(np.bincount(part.owner).max())
+        return cls(tokens, max(part.num_fetched(None)) * of_token, int(ground.lengths.max()))
 
 
 def _batch(ground: PlanBase, logit_weight: float) -> tuple[Batch, list[Seen]]:

@@ -38,6 +38,7 @@ from ._rank_memory import (
     Machine,
     PeakPictures,
     PlanBase,
+    SharedRows,
     machine_for,
     memory_of,
     mesh_of,
@@ -99,6 +100,7 @@ class Plan:
     saving: Saving
     tokens_per_second: float | None
     pictures: PeakPictures | None = None  # of the peak micro-batch
+    shared_rows: SharedRows | None = None  # with ``parallel.cp``
     imports: int = 0  # bytes of Python and its packages, where they share a CPU's memory with it
 
     @property
@@ -152,6 +154,7 @@ def make_plan(recipe: Recipe, machine: Machine, tokens_per_second: float | None 
         saving=saving_of(alone, ground),
         tokens_per_second=tokens_per_second or measured_speed(recipe.train.folder),
         pictures=rehearsal.pictures,
+        shared_rows=SharedRows.of(ground, rank_model, batch),
         imports=imports,
     )
 
@@ -235,6 +238,7 @@ def as_data(plan: Plan) -> dict[str, object]:
         "seconds": plan.seconds,
         "heaviest_pass": vars(plan.heaviest),
         "pictures": None if plan.pictures is None else vars(plan.pictures),
+        "shared_rows": None if plan.shared_rows is None else vars(plan.shared_rows),
         "memory": vars(plan.memory),
         "process": {"imports": plan.imports, "snapshot": plan.snapshot, "total": plan.total},
         "not_known": plan.not_known,
