@@ -1,6 +1,10 @@
 """The table of docs/how-to/memory.md: for a GPU and a model, what ``surefoot plan`` makes fit.
 
     python benchmarks/memory_table.py [MODEL ...]
+    python benchmarks/memory_table.py rows [MODEL]
+
+The second prints the table of docs/how-to/memory.md: the longest row of LoRA that fits on a GPU
+of 80 GB, as ``surefoot plan --longest-row`` finds it.
 
 Models are Qwen3's configurations; no weights are read, and no GPU is needed. All examples have as
 many tokens as data.cutoff_len allows, so no run with shorter ones needs more.
@@ -16,7 +20,8 @@ from transformers import PreTrainedTokenizerFast
 
 from surefoot.recipe.recipe import read
 from surefoot.use.estimate._rank_memory import Machine
-from surefoot.use.estimate.plan import fastest_fit
+from surefoot.use.estimate.plan import fastest_fit, trials_of
+from surefoot.use.estimate.row_lengths import longest_rows
 
 TOKENS = 2048
 SHARED = {"head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151_936}
@@ -114,8 +119,30 @@ def row_of(folder, name, gigabytes, methods=METHODS):
     return "—", "", "", "does not fit on one GPU"
 
 
+def rows_of(folder, name, method="lora", gigabytes=80):
+    """The longest row under each policy: the cells of rows."""
+    write_model(folder / "model", name)
+    machine = Machine(1, on_gpu=True, capacity=gigabytes * 10**9)
+    for row in longest_rows(trials_of(recipe_of(folder, method), machine), machine):
+        moved = f"{row.main_memory / 1e9:.0f} GB" if row.main_memory else ""
+        takes = f"{row.num_bytes / 1e9:.1f} GB"
+        yield f"`{row.policy}`", f"{row.tokens:,}", f"{row.per_token / 1e3:,.0f} KB", takes, moved
+
+
+def print_rows(name="8B"):
+    """Print the table of the longest rows of a model."""
+    print("| `gradient_checkpointing` | longest row | a token takes | takes | main memory |")
+    print("|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        for cells in rows_of(Path(folder), name):
+            print("|", " | ".join(cells), "|", flush=True)
+
+
 def main(names):
     """Print the table of the models of these names."""
+    if names[:1] == ["rows"]:
+        print_rows(*names[1:])
+        return
     print("| GPU | model | method | `gradient_checkpointing` | `micro_batch_size` | takes |")
     print("|---|---|---|---|---|---|")
     for name in names:

@@ -163,6 +163,17 @@ def test_settings_are_chosen_for_a_memory(recipe):
     assert "not even one example per micro-batch fits in 501 MB" in message
 
 
+def test_the_longest_row_is_shown_by_setting_and_auto_is_a_setting(recipe):
+    asked = ["--longest-row", "--memory", "0.6GB", "--device", "gpu", "method=lora"]
+    shown = ok(recipe, *asked, "model.gradient_checkpointing=auto")
+    assert "fits in memory: model.gradient_checkpointing=none" in shown
+    table = shown[shown.index("the longest row") :]
+    assert re.search(r"none +[\d,]+ .*takes .*\n *full +[\d,]+ .*\n *offload +[\d,]+ ", table)
+    assert "of main memory" in table
+    missing = refused(recipe, "model.gradient_checkpointing=auto", "--device", "gpu")
+    assert "model.gradient_checkpointing: auto depends on the memory of a rank" in missing
+
+
 @pytest.mark.parametrize("size", ["much", "-1GB", "0", "1..2GB"])
 def test_a_memory_is_a_size(size, recipe):
     assert "expected a size such as 24GB or 500MiB" in refused(recipe, f"--memory={size}")

@@ -16,7 +16,7 @@ from project import Project, losses, surefoot
 from surefoot.errors import OutOfMemoryError, RecipeError
 from surefoot.methods import LoRA
 from surefoot.recipe.recipe import load
-from surefoot.run.folder import opened, with_chosen_size
+from surefoot.run.folder import opened, with_chosen_settings
 from surefoot.training.out_of_memory import FILE
 from surefoot.use.estimate import plan as fitting
 from surefoot.use.estimate._rank_memory import Machine
@@ -89,20 +89,20 @@ def test_one_rank_chooses_the_size_for_all_by_the_mesh_that_they_form(mesh, tmp_
     project = Project(tmp_path, train=train, checkpoint={"async_save": False})
     recipe = load(project.recipe, [f"parallel.{axis}={size}" for axis, size in mesh.items()])
     machine = Machine(2, on_gpu=False)
-    needed = fitting._Trial.of(recipe, machine, "none").peak(2)
+    needed = fitting.Trial.of(recipe, machine, "none").peak(2)
     free = [int(needed / (1 - fitting.SPARE)) + 1]
     monkeypatch.setattr(fitting, "available", lambda num_local_ranks: free[0])
 
     def work(world):
         def choose(*given):
             assert world.is_main
-            return fitting.choose_micro_batch_size(*given)
+            return fitting.choose_settings(*given)
 
         with opened(recipe, world) as folder:
-            size = with_chosen_size(recipe, folder, world, choose).train.micro_batch_size
+            size = with_chosen_settings(recipe, folder, world, choose).train.micro_batch_size
             free[0] = 1000
             with pytest.raises(RecipeError, match="not even one example per micro-batch fits"):
-                with_chosen_size(recipe, folder, world, choose)
+                with_chosen_settings(recipe, folder, world, choose)
         return size
 
     assert ranks.run(2, work, **mesh) == [2, 2]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..recipe.recipe import Recipe
     from ..use.estimate.failures import FailurePlan
     from ..use.estimate.plan import Plan
+    from ..use.estimate.row_lengths import RowLimit
 
 PARTS = {
     "weights": "parameters and buffers, as stored in memory",
@@ -32,7 +33,7 @@ PARTS = {
     "buffers": "gathered weights, or copies in the dtype of computation",
 }
 SNAPSHOT = "the copy of an asynchronous save"
-_NUMBERS = ("memory", "in total", "size", "a process", "difference")
+_NUMBERS = ("memory", "in total", "size", "a process", "difference", "tokens", "a token")
 
 
 def _size(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
@@ -77,6 +78,11 @@ def _size(_context: click.Context, _option: click.Parameter, text: str | None) -
     metavar="X",
     help="Of --nodes: failures in 1,000 days of a node, if not the usual 6.5.",
 )
+@click.option(
+    "--longest-row",
+    is_flag=True,
+    help="Show the longest row that fits in the memory, by model.gradient_checkpointing.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def plan(
     recipe: Path,
@@ -86,7 +92,7 @@ def plan(
     tokens_per_second: float | None,
     memory: int | None,
     as_json: bool,
-    **failures: Any,
+    **more: Any,
 ) -> None:
     """Estimate a run of RECIPE: steps, tokens, memory, disk, and time if the speed is known.
 
@@ -100,6 +106,10 @@ def plan(
 
     The speed is taken from train.output_dir/metrics.jsonl if the run has begun, unless it is given.
 
+    With --longest-row, the longest row that fits in the memory (of --memory, or of this machine) is
+    shown for each model.gradient_checkpointing, and what a further token takes: one example in a
+    micro-batch, with as large a share of trained tokens as in the longest example of the data.
+
     With --nodes, the expected goodput is shown: the share of the time that makes progress which is
     kept, by what saves and a start have taken in this run (Young and Daly), and the interval
     between saves with which it is largest, which is that of checkpoint.save_minutes: auto. Usual
@@ -109,7 +119,7 @@ def plan(
     what `surefoot train` takes: a file of LLaMA-Factory, or its words, --stage sft ...
     """
 
-    nodes, rate = failures["nodes"], failures["node_failures"]
+    nodes, rate = more["nodes"], more["node_failures"]
     if rate is not None and nodes is None:
         raise click.UsageError("--node-failures is of --nodes")
     if num_processes is not None:
@@ -117,20 +127,23 @@ def plan(
     loaded = resolved_recipe(recipe, overrides)
     with loading():
         from ..use.estimate.failures import FailurePlan
-        from ..use.estimate.plan import as_data, fitted, make_plan
+        from ..use.estimate.plan import as_data, fitted, make_plan, trials_of
+        from ..use.estimate.row_lengths import longest_rows
 
     screen = Console(markup=False, stderr=True)
     with screen.status("rehearsing"):  # seconds; more for models of many layers
         loaded, machine, fitted_settings = fitted(loaded, device, memory)
         run_plan = make_plan(loaded, machine, tokens_per_second)
+        rows = longest_rows(trials_of(loaded, machine), machine) if more["longest_row"] else []
     failing = None
     if nodes is not None:
         saves, folder = loaded.checkpoint, loaded.train.folder
         failing = FailurePlan.of(run_plan, saves, folder, nodes, rate)
     if as_json:
-        more = {"fitted": fitted_settings} if fitted_settings else {}
-        more |= {"failures": failing.as_data()} if failing else {}
-        print_json(as_data(run_plan) | more | {"remarks": _remarks(loaded, run_plan)})
+        extras: dict[str, object] = {"fitted": fitted_settings} if fitted_settings else {}
+        extras |= {"failures": failing.as_data()} if failing else {}
+        extras |= {"longest_rows": [vars(row) for row in rows]} if rows else {}
+        print_json(as_data(run_plan) | extras | {"remarks": _remarks(loaded, run_plan)})
         return
     if fitted_settings:
         words = " ".join(f"{name}={_value(value)}" for name, value in fitted_settings.items())
@@ -138,6 +151,8 @@ def plan(
     show(loaded, run_plan, is_given=tokens_per_second is not None)
     if failing is not None:
         console().print(frame("failures", _failure_lines(loaded, failing)))
+    if rows:
+        console().print(_rows_table(rows))
 
 
 def show(recipe: Recipe, run_plan: Plan, *, is_given: bool) -> None:
@@ -288,6 +303,18 @@ def _verdict(run_plan: Plan) -> Iterator[Text]:
             "not encoded yet: a longer micro-batch may occur",
             style="dim",
         )
+
+
+def _rows_table(rows: Sequence[RowLimit]) -> Table:
+    rich_table = table("the longest row", "tokens", "a token", "what it is", numbers=_NUMBERS)
+    for row in rows:
+        tokens = f"{row.tokens:,}" if row.tokens else "none fits"
+        notes = [f"takes {in_bytes(row.num_bytes)}" if row.tokens else ""]
+        notes += ["the search ends there"] if row.is_least else []
+        notes += [f"{in_bytes(row.main_memory)} of main memory"] if row.main_memory else []
+        note = Text(", ".join(filter(None, notes)), style="dim")
+        rich_table.add_row(row.policy, tokens, in_bytes(row.per_token), note)
+    return rich_table
 
 
 def _saving_table(recipe: Recipe, run_plan: Plan) -> Table:

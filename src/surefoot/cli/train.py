@@ -22,7 +22,7 @@ from .targets import ReadingCommand
 
 if TYPE_CHECKING:
     from ..recipe.recipe import ConvertedFile, Recipe
-    from ..run.folder import SizeChoice
+    from ..run.folder import MemoryChoice
     from ..run.training_run import Outcome
     from ..training.callback import TrainerState
 
@@ -167,15 +167,15 @@ def _trainer_resume(recipe: Recipe, *, trust_pickle: bool) -> list[str]:
     return [f"train.output_dir={beside}", f"checkpoint.resume={start}"]
 
 
-def _choice(recipe: Recipe) -> SizeChoice:
-    """What finds the number that ``train.micro_batch_size: auto`` is."""
-    if recipe.train.micro_batch_size != "auto":
+def _choice(recipe: Recipe) -> MemoryChoice:
+    """What finds the settings that are auto, by the memory that is free."""
+    if recipe.is_fitted:
         from surefoot.run.folder import no_choice
 
         return no_choice
-    from surefoot.use.estimate.plan import choose_micro_batch_size
+    from surefoot.use.estimate.plan import choose_settings
 
-    return choose_micro_batch_size
+    return choose_settings
 
 
 def _ending(recipe: Recipe, outcome: Outcome) -> Iterator[str]:

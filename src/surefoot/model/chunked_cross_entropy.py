@@ -35,6 +35,7 @@ import torch
 import torch.nn.functional as F
 
 from ..batch import Divergence
+from .rms_norm import tiles
 
 TOP = 20  # words of the entropies that EAFT weighs tokens by
 # Positions. Of 151,936 words (Qwen), float32 logits of a whole row of 8,192 are 5 GB, and their
@@ -89,9 +90,9 @@ class Head:
         gradients_CV.scatter_add_(1, labels_C[:, None], shares_C1)
         return logps_C, sums_C, uncapped(gradients_CV, logits_CV, self.softcap)
 
-    def chunks(self, length: int) -> Iterator[slice]:
+    def chunks(self, hidden_ND: torch.Tensor) -> Iterator[slice]:
         """Consecutive chunks of positions."""
-        return (slice(i, min(i + CHUNK, length)) for i in range(0, length, CHUNK))
+        return tiles(hidden_ND, CHUNK)
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ class _Totals(torch.autograd.Function):
         logps_N = hidden_ND.new_empty(len(hidden_ND), dtype=wide(hidden_ND.dtype))
         total, of_all_words = hidden_ND.new_zeros(2, dtype=wide(hidden_ND.dtype)).unbind()
         trains = any(ctx.needs_input_grad)
-        for chunk in head.chunks(len(hidden_ND)):
+        for chunk in head.chunks(hidden_ND):
             logps_C, sums_C, gradients_CV = head.gradients_of(
                 hidden_ND[chunk], labels_N[chunk], smoothing, trains
             )
@@ -217,7 +218,7 @@ class _ChunkedLogps(torch.autograd.Function):
         keeps_gradients = ctx.is_frozen and ctx.needs_input_grad[0]
         gradients = HeadGradients.of(head, hidden_ND, (keeps_gradients, False, False))
         logps_N = hidden_ND.new_empty(len(hidden_ND), dtype=wide(hidden_ND.dtype))
-        for chunk in head.chunks(len(hidden_ND)):
+        for chunk in head.chunks(hidden_ND):
             logps_N[chunk], _, gradients_CV = gradients.head.gradients_of(
                 hidden_ND[chunk], labels_N[chunk], 0.0, keeps_gradients
             )
@@ -240,7 +241,7 @@ class _ChunkedLogps(torch.autograd.Function):
         head = Head(weight_VD, bias_V, ctx.softcap, ctx.dtype)
         head_gradients = HeadGradients.of(head, hidden_ND, ctx.needs_input_grad)
         head = head_gradients.head
-        for chunk in head.chunks(len(hidden_ND)):
+        for chunk in head.chunks(hidden_ND):
             gradients_CV = head.gradients_of(hidden_ND[chunk], labels_N[chunk], 0.0, True)[2]
             if gradients_CV is not None:
                 head_gradients.add(chunk, gradients_CV.mul_(factors_N1[chunk]))
@@ -266,7 +267,7 @@ class _Scores(torch.autograd.Function):
         logps_N = hidden_ND.new_empty(len(hidden_ND), dtype=wide(hidden_ND.dtype))
         entropies_N, means_N = torch.empty_like(logps_N), torch.empty_like(logps_N)
         predictions_N, top_N = torch.empty_like(labels_N), torch.zeros_like(logps_N)
-        for chunk in head.chunks(len(hidden_ND)):
+        for chunk in head.chunks(hidden_ND):
             logps_CV = F.log_softmax(head.logits(hidden_ND[chunk]), dim=-1)
             logps_N[chunk] = logps_CV.gather(1, labels_N[chunk, None])[:, 0]
             predictions_N[chunk] = logps_CV.argmax(-1)
@@ -285,7 +286,7 @@ class _Scores(torch.autograd.Function):
         head = Head(weight_VD, bias_V, ctx.softcap, ctx.dtype)
         head_gradients = HeadGradients.of(head, hidden_ND, ctx.needs_input_grad)
         head = head_gradients.head
-        for chunk in head.chunks(len(hidden_ND)):
+        for chunk in head.chunks(hidden_ND):
             logits_CV = head.logits(hidden_ND[chunk])
             logps_CV = F.log_softmax(logits_CV, dim=-1)
             entropies_C1, entropy_C1 = entropies_N[chunk, None], of_entropies_N[chunk, None]
@@ -325,7 +326,7 @@ class _Divergences(torch.autograd.Function):
         head, target = replace(head, weight=weight_VD, bias=bias_V).cast(), target.cast()
         divergences_N = hidden_ND.new_empty(len(hidden_ND), dtype=wide(hidden_ND.dtype))
         logps_N = torch.empty_like(divergences_N)
-        for chunk in head.chunks(len(hidden_ND)):
+        for chunk in head.chunks(hidden_ND):
             logits_CV = head.logits(hidden_ND[chunk])
             logps_CV = F.log_softmax(logits_CV, -1)
             logps_N[chunk] = logps_CV.gather(1, labels_N[chunk, None])[:, 0]
@@ -341,7 +342,7 @@ class _Divergences(torch.autograd.Function):
         head = Head(weight_VD, bias_V, ctx.softcap, ctx.dtype)
         head_gradients = HeadGradients.of(head, hidden_ND, ctx.needs_input_grad)
         head, target = head_gradients.head, ctx.target.cast()
-        for chunk in head.chunks(len(hidden_ND)):
+        for chunk in head.chunks(hidden_ND):
             logits_CV = head.logits(hidden_ND[chunk])
             gradients_CV = torch.zeros_like(logits_CV)
             if of_logps_N is not None:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
@@ -121,8 +122,18 @@ def _scaled(h_TD: torch.Tensor, w_D: torch.Tensor, form: Form, dtype: torch.dtyp
 
 def _tiles(x_TD: torch.Tensor) -> Iterator[slice]:
     most = _MOST_ON_GPU if x_TD.is_cuda else _MOST_ON_CPU
-    size = max(1, most // x_TD.shape[-1])
-    return (slice(start, start + size) for start in range(0, len(x_TD), size))
+    return tiles(x_TD, max(1, most // x_TD.shape[-1]))
+
+
+def tiles(x: torch.Tensor, size: int, dim: int = 0) -> Iterator[slice]:
+    """Slices of ``size`` along ``dim`` of ``x``. Of fake tensors, the first two and the last one:
+    a dry run counts memory, in which all but the last are alike, and two exist at once. Of 500,000
+    tokens, each norm of an 8 B model would have 31,250 tiles."""
+    length = x.shape[dim]
+    starts = range(0, length, size)
+    some = sorted({0, starts[1], starts[-1]}) if len(starts) > 2 else starts
+    for start in some if isinstance(x, FakeTensor) else starts:
+        yield slice(start, min(start + size, length))
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
+from ..errors import RecipeError
 from ..schema import FREE, ROUNDS, Needs
 from ..schema.locations import ModelPath
 
@@ -62,14 +63,15 @@ class ModelSection:
     """The end-of-sequence token of the tokenizer that is saved with the weights. Unset: the model's
     own. What is trained and where responses end does not depend on it, but programs that ask the
     tokenizer stop there."""
-    gradient_checkpointing: Annotated[Recomputation, BeforeValidator(recomputation), ROUNDS] = (
-        "none"
-    )
+    gradient_checkpointing: Annotated[
+        Literal[Recomputation, "auto"], BeforeValidator(recomputation), ROUNDS
+    ] = "none"
     """What to keep of each layer for the backward pass. ``none`` keeps all activations.
     ``selective`` keeps the results of matrix products and attention, and recomputes the rest.
     ``full`` keeps the layer's input and recomputes the layer: about a fifth slower. ``offload`` is
     ``full`` with the inputs in main memory (on a CPU, the same as ``full``). ``true`` is ``full``,
-    ``false`` is ``none``.
+    ``false`` is ``none``. ``auto`` takes the first of them that fits the free memory, as estimated
+    when the run begins; a resume keeps it.
     """
     neftune_noise_alpha: float | None = None
     """Noise on the embeddings of tokens in training (NEFTune, arXiv:2310.05914), such as 5."""
@@ -98,6 +100,16 @@ class ModelSection:
     """Quantize the scales of 4 bits, too: 0.4 bits less for each weight."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off unless you trust its author."""
+
+    @property
+    def recomputes(self) -> Recomputation:
+        """The policy of ``gradient_checkpointing``. Raises ``RecipeError`` while it is auto."""
+        if self.gradient_checkpointing == "auto":
+            raise RecipeError(
+                "model.gradient_checkpointing: auto is chosen by `surefoot train` alone; set none, "
+                "selective, full or offload, which `surefoot plan` helps to choose"
+            )
+        return self.gradient_checkpointing
 
     def __post_init__(self) -> None:
         policy = recomputation(self.gradient_checkpointing)

@@ -30,6 +30,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from .loading import on_meta, once_per_architecture
 from .lora_layers import unadapted
 from .packed_attention import one_document
+from .rms_norm import tiles
 
 TILE = 2048  # tokens: products of fewer are slower on GPUs; rows of two tiles and less are whole
 _OF_CODE = (RuntimeError, ValueError, TypeError, IndexError, AttributeError)
@@ -167,12 +168,12 @@ class _Tiles(torch.autograd.Function):
         ctx.module, ctx.run, ctx.node, ctx.autocast = module, forward, node, _autocast(x)
         with ctx.autocast:
             x_TD = x.reshape(1, -1, x.shape[-1])
-            first = forward(x_TD[:, :TILE])
-            y_TD = first.new_empty(x_TD.shape)
-            y_TD[:, :TILE] = first
-            for start in range(TILE, x_TD.shape[1], TILE):
-                tile = slice(start, start + TILE)
-                y_TD[:, tile] = forward(x_TD[:, tile])
+            y_TD: torch.Tensor | None = None
+            for tile in tiles(x_TD, TILE, dim=1):
+                part = forward(x_TD[:, tile])
+                y_TD = part.new_empty(x_TD.shape) if y_TD is None else y_TD
+                y_TD[:, tile] = part
+        assert y_TD is not None
         return y_TD.view(x.shape)
 
     @staticmethod
@@ -183,8 +184,7 @@ class _Tiles(torch.autograd.Function):
         trained = [p for p in ctx.module.parameters() if p.requires_grad]
         x_TD, dy_TD = (each.reshape(1, -1, x.shape[-1]) for each in (x, gradients[0]))
         dx_TD, sums = torch.empty_like(x_TD), list[torch.Tensor | None]([None] * len(trained))
-        for start in range(0, x_TD.shape[1], TILE):
-            tile = slice(start, start + TILE)
+        for tile in tiles(x_TD, TILE, dim=1):
             with torch.enable_grad(), ctx.autocast:
                 leaf = x_TD[:, tile].detach().requires_grad_()
                 y = ctx.run(leaf)

@@ -96,9 +96,9 @@ def fuse_rms_norms(draft: Draft, _: Tensors) -> None:
 def recompute(draft: Draft, tensors: Tensors) -> None:
     """Recompute activations in the backward pass, those of token-wise modules in tiles. Raises
     ``RecipeError`` if the policy does not go with the method."""
-    policy = draft.section.gradient_checkpointing
     if not draft.options.is_trainable:
         return
+    policy = draft.section.recomputes
     if policy == "selective" and draft.module is not draft.inner:
         raise RecipeError(
             "model.gradient_checkpointing: selective would keep products to which an adapter adds "

@@ -105,10 +105,11 @@ def _parts(value: Any) -> Sequence[Any] | None:
 
 def changes_in(folder: Path, before: object, now: object) -> list[RecipeChange]:
     """The changes of a run that continues in ``folder``: its new weights may have moved with it,
-    and ``auto`` is the size of micro-batches that it has chosen."""
-    chosen = "train.micro_batch_size", "auto"
+    and ``auto`` is the size of micro-batches, or the policy of recomputation, that it has
+    chosen."""
+    chosen = "train.micro_batch_size", "model.gradient_checkpointing"
     found = [change for change in changes(before, now) if not _has_moved(change, folder)]
-    return [change for change in found if (change.path, change.new) != chosen]
+    return [change for change in found if change.path not in chosen or change.new != "auto"]
 
 
 def _has_moved(change: RecipeChange, folder: Path) -> bool:

@@ -24,7 +24,7 @@ from ..errors import RecipeError
 from ..extensions import Extended
 from ..generate.section import GenerateSection
 from ..methods import METHODS
-from ..model.section import ModelSection
+from ..model.section import ModelSection, Recomputation
 from ..network.method import Method
 from ..optim import OPTIMIZERS
 from ..optim.optimizer import Optimizer
@@ -67,6 +67,14 @@ GONE: Mapping[tuple[str, str], object] = {
 }
 
 
+@dataclass(frozen=True)
+class MemorySettings:
+    """What a recipe may leave to be chosen by the memory that is free when a run begins."""
+
+    micro_batch_size: int
+    gradient_checkpointing: Recomputation
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """All settings of a run."""
@@ -89,6 +97,26 @@ class Recipe:
     """The mesh of ranks."""
     generate: Annotated[GenerateSection, FREE] = GenerateSection()
     """How responses are sampled."""
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether nothing is left to be chosen by the memory that is free when a run begins."""
+        return "auto" not in (self.train.micro_batch_size, self.model.gradient_checkpointing)
+
+    @property
+    def memory_settings(self) -> MemorySettings:
+        """What they are. Raises ``RecipeError`` if something is left to be chosen."""
+        return MemorySettings(self.train.fixed_micro_batch_size, self.model.recomputes)
+
+    def filled_from(self, other: Recipe) -> Recipe:
+        """The same with the values of ``other`` for what is left to be chosen so."""
+        model, train = self.model, self.train
+        if model.gradient_checkpointing == "auto":
+            policy = other.model.gradient_checkpointing
+            model = replace(model, gradient_checkpointing=policy)
+        if train.micro_batch_size == "auto":
+            train = replace(train, micro_batch_size=other.train.micro_batch_size)
+        return replace(self, model=model, train=train)
 
 
 # Files of other programs, which are converted. Plugins name the programs.

@@ -36,7 +36,7 @@ from ..parallel.section import launched
 from ..parallel.world import ALONE, World
 from ..recipe.comparison import changes_in, refuse_in_own, say
 from ..recipe.files import RUN_RECIPE, is_run
-from ..recipe.recipe import Recipe, load
+from ..recipe.recipe import MemorySettings, Recipe, load
 from ..storage.child import LAUNCHER
 from ..storage.files import (
     NO_LOCKS,
@@ -57,7 +57,7 @@ from ..training.section import TrainSection
 from .apart import refuse_apart
 
 logger = logging.getLogger(__name__)
-SizeChoice = Callable[[Recipe, World], int]  # from a recipe and the ranks that train it
+MemoryChoice = Callable[[Recipe, World], MemorySettings]  # for the ranks that train a recipe
 _FROM_SCRATCH = "set checkpoint.resume=none, which renames these checkpoints"
 _HANDOVER = 1800.0  # seconds for the last save of the launch before, to a slow network disk
 _LAST_STEP = 10.0  # seconds; heartbeats then show whether a process of short steps still trains
@@ -277,35 +277,34 @@ def recipe_of(checkpoint: Path) -> Recipe | None:
         return None
 
 
-def no_choice(recipe: Recipe, _world: World) -> int:
-    """Raise ``RecipeError``: there is only a number where one is set."""
-    return recipe.train.fixed_micro_batch_size
+def no_choice(recipe: Recipe, _world: World) -> MemorySettings:
+    """Raise ``RecipeError`` if something is auto: nobody is there to choose."""
+    return recipe.memory_settings
 
 
-def with_chosen_size(recipe: Recipe, folder: RunFolder, world: World, choose: SizeChoice) -> Recipe:
-    """``recipe`` with a number for ``train.micro_batch_size: auto``: that of the run, if it has
+def with_chosen_settings(
+    recipe: Recipe, folder: RunFolder, world: World, choose: MemoryChoice
+) -> Recipe:
+    """``recipe`` with values for what is auto (``MemorySettings``): those of the run, if it has
     begun, or what rank 0 chooses. A collective call."""
-    if recipe.train.micro_batch_size != "auto":
+    if recipe.is_fitted:
         return recipe
-    size, error = None, None
+    settings, error = None, None
     if world.is_main:
         try:
-            size = _known_size(folder) or choose(recipe, world)
+            path = folder.path / RUN_RECIPE
+            known = recipe.filled_from(load(path)) if path.exists() and _steps(folder) else recipe
+            settings = known.memory_settings if known.is_fitted else choose(known, world)
         except SurefootError as found:
             error = found
-    size, error = world.from_main((size, error))
+    settings, error = world.from_main((settings, error))
     if error is not None:
         raise error
     per_rank = max(1, recipe.train.global_batch_size // world.num_data_ranks)
-    size = fitting_micro_batch(per_rank, size)
-    return replace(recipe, train=replace(recipe.train, micro_batch_size=size))
-
-
-def _known_size(folder: RunFolder) -> int | None:
-    """The micro-batch size that the run in ``folder`` has begun with."""
-    path = folder.path / RUN_RECIPE
-    size = load(path).train.micro_batch_size if path.exists() and _steps(folder) else "auto"
-    return None if size == "auto" else size
+    size = fitting_micro_batch(per_rank, settings.micro_batch_size)
+    model = replace(recipe.model, gradient_checkpointing=settings.gradient_checkpointing)
+    train = replace(recipe.train, micro_batch_size=size)
+    return recipe.filled_from(replace(recipe, model=model, train=train))
 
 
 def begun(

@@ -46,14 +46,14 @@ from .assembly import build as build  # noqa: PLC0414 - part of what a run is, f
 from .card import write_card
 from .code_files import try_rewards
 from .folder import (
+    MemoryChoice,
     RunFolder,
-    SizeChoice,
     begun,
     no_choice,
     opened,
     settings_of_launches,
     uploads_of,
-    with_chosen_size,
+    with_chosen_settings,
     write_recipe,
 )
 from .foreign_resume import refuse_output_dir
@@ -166,14 +166,15 @@ def run(
     callbacks: object = (),
     trust_pickle: bool = False,
     parts: StageParts = AS_IN_THE_RECIPE,
-    choose: SizeChoice = no_choice,
+    choose: MemoryChoice = no_choice,
     command: str | None = None,
     began: float | None = None,
 ) -> Outcome:
-    """Start or resume a run; see ``train``. ``choose`` finds the number that
-    ``train.micro_batch_size: auto`` is. ``command`` stands in the record of the launch; by default
-    it is that of this process, which says nothing in a worker of a cluster. ``began`` is when the
-    launch did, in seconds since 1970, if that was before this call."""
+    """Start or resume a run; see ``train``. ``choose`` finds what
+    ``train.micro_batch_size`` and ``model.gradient_checkpointing`` are if they are auto.
+    ``command`` stands in the record of the launch; by default it is that of this process, which
+    says nothing in a worker of a cluster. ``began`` is when the launch did, in seconds since 1970,
+    if that was before this call."""
     began = time.time() if began is None else began
     callbacks = all_made(callbacks)  # what is none is an error before all else
     if not isinstance(parts, StageParts):
@@ -231,7 +232,7 @@ class _Order:
     callbacks: Sequence[object]
     trust_pickle: bool
     parts: StageParts
-    choose: SizeChoice
+    choose: MemoryChoice
     command: str | None
     began: float
 
@@ -239,8 +240,8 @@ class _Order:
 def _run(recipe: Recipe, world: World, order: _Order) -> Outcome:
     with opened(recipe, world) as folder:
         world = replace(world, is_apart=folder.is_apart)
-        is_chosen = recipe.train.micro_batch_size == "auto"
-        recipe = with_chosen_size(recipe, folder, world, order.choose)
+        is_chosen = not recipe.is_fitted
+        recipe = with_chosen_settings(recipe, folder, world, order.choose)
         while True:
             try:
                 return _launched(recipe, folder, world, order, is_chosen=is_chosen)

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from each import some
 from surefoot.batch import Batch
 from surefoot.data.text.collation import collate_pairs
 from surefoot.errors import ModelError, RecipeError
+from surefoot.model import rms_norm
 from surefoot.model.numerics import autocast
 from surefoot.use.estimate._dry_run import LiveBytes, NotRehearsedError, describe, dry_run_batch
 
@@ -214,3 +216,37 @@ def test_the_batch_may_be_real_and_stays_as_it_is(tmp_path):
     assert isinstance(micro_batch, Batch)
     assert type(micro_batch.input_ids) is torch.Tensor
     assert torch.equal(micro_batch.input_ids, before)
+
+
+def test_a_long_row_takes_as_many_operations_as_a_short_one_and_the_memory_of_all_its_tiles(
+    tmp_path, monkeypatch
+):
+    """A row of 2,048 tokens took an 8 B model four minutes, by 128 tiles in each norm."""
+    model = {"gradient_checkpointing": "full"}
+    sizes, data = {"num_hidden_layers": 1}, {"packing": True}
+    made = recipe(tmp_path, "qwen3", changes=sizes, method="lora", model=model, data=data)
+    dry_run = skeleton(made)
+
+    def counted(tokens):
+        with Operations() as operations:
+            found = dry_run_batch(dry_run, batch(made, tokens))
+        return found, operations.count
+
+    _, expected = counted(5 * 2048)
+    peaks, count = counted(9 * 2048 + 5)
+    assert count == expected
+    monkeypatch.setattr(rms_norm, "FakeTensor", Operations)  # so no tensor is one
+    of_all, count = counted(9 * 2048 + 5)
+    assert count > 2 * expected
+    assert peaks.kept == of_all.kept
+    assert peaks.growing == pytest.approx(of_all.growing, rel=1e-3)
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))

@@ -52,7 +52,7 @@ from ...storage.remote import Address
 from ...training.arguments import Context
 from ...training.callback import TrainerCallback, TrainerControl, TrainerState
 from ...training.callbacks.launches import request_stop, shown, take_stop_request
-from ...use.estimate.plan import choose_micro_batch_size
+from ...use.estimate.plan import choose_settings
 from .request import LaunchRequest
 
 logger = logging.getLogger(__name__)
@@ -206,7 +206,7 @@ def train_rank(config: dict[str, Any]) -> dict[str, Any]:
         outcome = run(
             recipe,
             callbacks=[SaveBeforePreemption()],
-            choose=choose_micro_batch_size,
+            choose=choose_settings,
             command=config["command"],
         )
     except LostPeerError:

@@ -41,6 +41,8 @@ from ._dry_run import DryRunModel, NotRehearsedError, build, dry_run_batch, of_p
 from ._fake_tensors import HoldingOptions, held_dtype
 from ._memory_model import Memory, MeshShape, Pass, Snapshot, Weight, memory
 
+_STAGES = "the run is a pipeline (parallel.pp), whose stages are not estimated; weights, gradients "
+_STAGES += "and optimizer are those of all layers"
 NOTHING = Pass(Snapshot(0, 0, 0), Snapshot(0, 0, 0), 0, 0)
 
 
@@ -91,7 +93,7 @@ class PlanBase:
         return HoldingOptions(
             self.precision,
             held_dtype(section.dtype, on_gpu=on_gpu),
-            recomputes=recomputes_on(self.machine, section.gradient_checkpointing),
+            recomputes=recomputes_on(self.machine, section.recomputes),
             tp=parallel.tp,
             sequence_parallel=parallel.sequence_parallel,
             cp=parallel.cp,
@@ -177,18 +179,25 @@ class Rehearsed:
         return at_peak.logits / max(1, self.batch.num_trained) / by_token
 
 
+def rehearsed_row(ground: PlanBase, rank_model: DryRunModel, batch: Batch) -> Rehearsed:
+    """The memory of ``batch``, which is text alone, as ``rehearsed`` has that of the peak one."""
+    if ground.mesh.pp > 1:
+        return Rehearsed(batch, NOTHING, _STAGES)
+    try:
+        if ground.gathers_bf16:
+            rank_model = ground.build(replace(ground.setting, gathered=torch.bfloat16))
+        return _rehearsed_batch(ground, rank_model, batch, ())
+    except NotRehearsedError as error:
+        return Rehearsed(batch, NOTHING, str(error))
+
+
 def rehearsed(ground: PlanBase, rank_model: DryRunModel) -> Rehearsed:
     """The memory of the peak micro-batch on a rank with ``rank_model``, or why it is not known.
     Which micro-batch that is depends on the cost of a trained position relative to a token; the one
     with the most tokens is used to find it."""
     batch, seen = _batch(ground, 0.0)
     if ground.mesh.pp > 1:
-        return Rehearsed(
-            batch,
-            NOTHING,
-            "the run is a pipeline (parallel.pp), whose stages are not estimated; weights, "
-            "gradients and optimizer are those of all layers",
-        )
+        return Rehearsed(batch, NOTHING, _STAGES)
     try:
         if ground.gathers_bf16:
             rank_model = ground.build(replace(ground.setting, gathered=torch.bfloat16))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -19,11 +19,12 @@ from statistics import median
 import torch
 
 from ...errors import RecipeError
+from ...log import fell_back
 from ...model.config import check_alone
 from ...model.numerics import PrecisionName
 from ...model.section import Recomputation
 from ...parallel.world import World, gpu_of
-from ...recipe.recipe import Recipe
+from ...recipe.recipe import MemorySettings, Recipe
 from ...recipe.recipe_data import with_batch_sizes
 from ...run.code_files import check_functions
 from ...run.parts import RunParts
@@ -257,6 +258,17 @@ SPARE = 0.1  # of the memory: what allocators reserve, and the error of the esti
 _RUNTIME = 500_000_000  # bytes of a GPU that its runtime takes
 
 
+class NotKnownError(RecipeError):
+    """What fits is not known, for a ``reason``."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"train.micro_batch_size: what fits is not known, because {reason}; set a number, 1 to "
+            "begin with"
+        )
+        self.reason = reason
+
+
 @dataclass(frozen=True)
 class Fit:
     """Settings that fit in a memory."""
@@ -269,6 +281,10 @@ class Fit:
     def holds(self, size: int) -> bool:
         """Whether micro-batches of ``size`` fit, or of the next smaller one that divides."""
         return self.micro_batch_size >= max(each for each in self.sizes if each <= size)
+
+    def is_within(self, limit: int) -> bool:
+        """Whether they take at most ``limit`` bytes."""
+        return self.num_bytes <= limit
 
     @property
     def changes(self) -> Changes:
@@ -290,11 +306,26 @@ def fitted(
     recipe: Recipe, device: str | None, memory: int | None
 ) -> tuple[Recipe, Machine, dict[str, object]]:
     """The recipe with settings that fit in ``memory``, the machine with that much, and what was
-    set. Without ``memory``, only a micro-batch size of auto is chosen."""
+    set. Without ``memory``, only what is auto is chosen."""
     machine = machine_for(recipe.parallel, device)
     taken = 0 if machine.on_gpu else imported()
-    if memory is None and recipe.train.micro_batch_size != "auto":
+    if memory is None and recipe.is_fitted:
         return recipe, machine, {}
+    policies: dict[str, int | bool | str] = {}
+    if memory is None and recipe.model.gradient_checkpointing == "auto":
+        if machine.capacity is None:
+            raise RecipeError(
+                "model.gradient_checkpointing: auto depends on the memory of a rank, which is not "
+                "that of this machine; name it with --memory"
+            )
+        try:
+            policy = cheapest_policy(recipe, machine, machine.capacity, taken=taken).policy
+        except NotKnownError:
+            policy = "full"
+        policies = {RECOMPUTE: policy}
+        recipe = changed(recipe, policies)
+        if recipe.is_fitted:
+            return recipe, machine, dict(policies)
     if memory is not None:
         machine = replace(machine, capacity=memory)
         fit = fastest_fit(recipe, machine, memory, taken=taken)
@@ -312,16 +343,24 @@ def fitted(
             "model.quantization_bit: 4), or shard the model (--num-processes with "
             "parallel.dp_shard)"
         )
-    chosen = fit.changes if memory is not None else {SIZE: fit.micro_batch_size}
+    chosen = fit.changes if memory is not None else {**policies, SIZE: fit.micro_batch_size}
     return changed(recipe, chosen), machine, dict(chosen)
 
 
-def choose_micro_batch_size(recipe: Recipe, world: World) -> int:
-    """The number that ``train.micro_batch_size: auto`` is for the ranks of ``world``, with the
-    memory that is free now on this machine. Raises ``RecipeError`` if not even one example fits, or
-    nobody can tell."""
+def choose_settings(recipe: Recipe, world: World) -> MemorySettings:
+    """What is auto in ``recipe`` for the ranks of ``world``, with the memory that is free now on
+    this machine. Raises ``RecipeError`` if a micro-batch is to be chosen and not even one example
+    fits, or nobody can tell."""
     machine = replace(machine_for(recipe.parallel, None), num_processes=world.size)
     free = available(world.num_local_ranks)
+    if recipe.model.gradient_checkpointing == "auto":
+        recipe = changed(recipe, {RECOMPUTE: _choose_policy(recipe, machine, free)})
+    if recipe.train.micro_batch_size == "auto":
+        recipe = changed(recipe, {SIZE: _choose_size(recipe, machine, free)})
+    return recipe.memory_settings
+
+
+def _choose_size(recipe: Recipe, machine: Machine, free: int | None) -> int:
     if free is None:
         raise RecipeError(
             "train.micro_batch_size: auto needs to know the free memory, which this system does "
@@ -343,13 +382,50 @@ def choose_micro_batch_size(recipe: Recipe, world: World) -> int:
     return fit.micro_batch_size
 
 
+def _choose_policy(recipe: Recipe, machine: Machine, free: int | None) -> Recomputation:
+    """The policy of ``cheapest_policy``; ``full`` where memory or activations are not known."""
+    reason = "how much memory is free is not known on this system"
+    try:
+        fit = None if free is None else cheapest_policy(recipe, machine, free)
+    except NotKnownError as error:
+        fit, reason = None, error.reason
+    if fit is None or free is None:
+        what = "model.gradient_checkpointing: full (auto)"
+        fell_back(what, reason, "may recompute more than it has to", logging.INFO)
+        return "full"
+    policy, needed, limit = fit.policy, fit.num_bytes / 1e9, free / 1e9
+    if fit.is_within(usable_bytes(machine, free, 0)):
+        what = "model.gradient_checkpointing: %s (auto: %.3g of %.3g GB per rank, by estimate)"
+        logger.info(what, policy, needed, limit)
+    else:
+        what = f"model.gradient_checkpointing: {policy} (auto)"
+        reason = f"no policy fits with a micro-batch of {fit.micro_batch_size} in the "
+        reason += f"{limit:.3g} GB that are free for a rank, less a tenth"
+        fell_back(what, reason, f"takes the least memory, {needed:.3g} GB by estimate")
+    return policy
+
+
+def cheapest_policy(recipe: Recipe, machine: Machine, memory: int, *, taken: int = 0) -> Fit:
+    """The first policy, the fastest first, with which the recipe's micro-batch fits, or one example
+    if its size is auto; the one that takes the least memory if none does. ``memory`` and ``taken``
+    are those of ``largest_fit``. Raises ``NotKnownError``."""
+    required_size, fits = recipe.train.micro_batch_size, list[Fit]()
+    for trial in trials_of(recipe, machine):
+        required = 1 if required_size == "auto" else required_size
+        size = max(each for each in trial.sizes if each <= required)
+        fits.append(Fit(trial.policy, size, trial.peak(size) + taken, trial.sizes))
+        if fits[-1].is_within(usable_bytes(machine, memory, taken) + taken):
+            return fits[-1]
+    return min(fits, key=lambda fit: fit.num_bytes)
+
+
 def fastest_fit(recipe: Recipe, machine: Machine, memory: int, *, taken: int = 0) -> Fit | None:
     """The first policy with which the recipe's micro-batch fits, or else the one with which the
     most examples do; with the largest micro-batch that fits. None: not even one example does.
     ``memory`` and ``taken`` are those of ``largest_fit``."""
     required_size, fits = recipe.train.micro_batch_size, list[Fit]()
-    for policy in _policies(recipe, machine):  # the fastest first
-        fit = _Trial.of(recipe, machine, policy).largest(_limit(machine, memory, taken), taken)
+    for policy in policies_on(recipe, machine):  # the fastest first
+        fit = Trial.of(recipe, machine, policy).largest(usable_bytes(machine, memory, taken), taken)
         if fit is None:
             continue
         fits.append(fit)
@@ -361,23 +437,29 @@ def fastest_fit(recipe: Recipe, machine: Machine, memory: int, *, taken: int = 0
 def largest_fit(recipe: Recipe, machine: Machine, memory: int, *, taken: int = 0) -> Fit | None:
     """The largest micro-batch of which a rank takes at most ``memory`` bytes, less a tenth, beside
     those that are ``taken``. Raises ``RecipeError`` if activations are not known."""
-    trial = _Trial.of(recipe, machine, recipe.model.gradient_checkpointing)
-    return trial.largest(_limit(machine, memory, taken), taken)
+    trial = Trial.of(recipe, machine, recipe.model.recomputes)
+    return trial.largest(usable_bytes(machine, memory, taken), taken)
 
 
-def _policies(recipe: Recipe, machine: Machine) -> list[Recomputation]:
+def policies_on(recipe: Recipe, machine: Machine) -> list[Recomputation]:
     """Those that differ on the machine and go with the recipe."""
     policies = dict.fromkeys(recomputes_on(machine, policy) for policy in POLICIES)
     is_whole = recipe.method.saves_base_model and not recipe.model.compile
     return [each for each in policies if each != "selective" or is_whole]
 
 
-def _limit(machine: Machine, memory: int, taken: int) -> int:
+def trials_of(recipe: Recipe, machine: Machine) -> Iterator[Trial]:
+    """The run under each policy that the machine and the method have, the fastest first."""
+    return (Trial.of(recipe, machine, policy) for policy in policies_on(recipe, machine))
+
+
+def usable_bytes(machine: Machine, memory: int, taken: int) -> int:
+    """What a run may take of ``memory``, beside what is ``taken``."""
     return int(memory * (1 - SPARE)) - (_RUNTIME if machine.on_gpu else 0) - taken
 
 
 @dataclass(frozen=True)
-class _Trial:
+class Trial:
     """Dry runs of a run under one policy, with micro-batches of any size."""
 
     policy: Recomputation
@@ -388,7 +470,7 @@ class _Trial:
     peaks: dict[int, int] = field(default_factory=dict)  # known ones
 
     @classmethod
-    def of(cls, recipe: Recipe, machine: Machine, policy: Recomputation) -> _Trial:
+    def of(cls, recipe: Recipe, machine: Machine, policy: Recomputation) -> Trial:
         """The trial of ``policy``. Raises as ``make_plan``."""
         ranks = mesh_of(recipe.parallel, machine).num_data_ranks
         recipe = changed(with_batch_sizes(recipe, ranks)[0], {SIZE: 1, RECOMPUTE: policy})
@@ -422,10 +504,7 @@ class _Trial:
         ground = self.ground.with_size(size)
         rehearsal = rehearsed(ground, self.rank_model)
         if rehearsal.not_known is not None:
-            raise RecipeError(
-                f"train.micro_batch_size: what fits is not known, because {rehearsal.not_known}; "
-                "set a number, 1 to begin with"
-            )
+            raise NotKnownError(rehearsal.not_known)
         return memory_of(ground, self.rank_model, rehearsal.memory).peak + self.snapshot
 
 
