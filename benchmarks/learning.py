@@ -37,6 +37,7 @@ class Case:
 CASES = {
     "sft": Case("quickstart.yaml", "eval_loss", "held-out loss", 47),
     "rm": Case("rm.yaml", "eval_rewards/accuracies", "held-out pairs right", 4),
+    "classify": Case("classify.yaml", "eval_f1_macro", "held-out F1", 4),
     "dpo": Case("dpo.yaml", "eval_rewards/margins", "held-out margin", 8),
     "kto": Case("kto.yaml", "eval_loss", "held-out loss", 8),
     "grpo": Case("grpo.yaml", "eval_reward", "held-out reward", 20),

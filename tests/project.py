@@ -77,6 +77,10 @@ def marked(count=24):
     return [{**row, "is_good": i % 3 > 0} for i, row in enumerate(rows(count))]
 
 
+def labeled(count=24):
+    return [{**row, "label": ["small", "large"][i > 11]} for i, row in enumerate(rows(count))]
+
+
 class Project:
     """``recipe.yaml`` in ``folder``, with everything it names beside it."""
 
@@ -85,10 +89,11 @@ class Project:
         folder.mkdir(parents=True, exist_ok=True)
         model_folder(folder / "model", kind)
         (folder / "data").mkdir()
-        for name, made in (("sums", rows()), ("pairs", pairs()), ("marked", marked())):
+        made_by_name = {"sums": rows(), "pairs": pairs(), "marked": marked(), "labeled": labeled()}
+        for name, made in made_by_name.items():
             text = "".join(json.dumps(row) + "\n" for row in made)
             (folder / "data" / f"{name}.jsonl").write_text(text)
-        info = {name: {"file_name": f"{name}.jsonl"} for name in ("sums", "pairs", "marked")}
+        info = {name: {"file_name": f"{name}.jsonl"} for name in made_by_name}
         info["pairs"]["ranking"] = True
         info["marked"]["columns"] = {"kto_tag": "is_good"}
         (folder / "data" / "dataset_info.json").write_text(json.dumps(info))

@@ -33,9 +33,15 @@ SETTINGS = {
         "normalize_scores": True,
         "whiten_rewards": True,
     },
+    "classify": {"labels": ("small", "large", "huge"), "label_weights": {"large": 2.0}},
     "distill": {"on_policy": 0.5, "max_new_tokens": 5, "sft_weight": 0.5},
 }
-DATASETS = {"dpo": "pairs", "rm": "pairs", "kto": "marked"}  # of the others: sums
+DATASETS = {
+    "dpo": "pairs",
+    "rm": "pairs",
+    "kto": "marked",
+    "classify": "labeled",
+}  # of the others: sums
 
 
 # of numbers as words; each token is its own number
@@ -86,6 +92,10 @@ def _example(name, random, index):
         return {**join(*items), **({"margin": [0]} if name == "rm" else {})}
     if name == "kto":
         return {**items[0], "desirable": [index % 3 > 0]}
+    if name == "classify":
+        ids = prompt + answers[0]
+        labels = [IGNORE_INDEX] * (len(ids) - 1) + ids[-1:]
+        return {"input_ids": ids, "labels": labels, "classes": [index % 3]}
     if name in ("grpo", "ppo"):
         row = json.dumps({"gold": index}).encode()
         return {"input_ids": prompt, "labels": [IGNORE_INDEX] * len(prompt), "row": row}

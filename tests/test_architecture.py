@@ -25,6 +25,7 @@ LATER, LATER_FILES = (
 LATER_FILES |= {"stages/_dpo", "training/losses"}
 LATER_FILES |= {"plugins/migrate/rules", "plugins/board/metrics"}
 LATER_FILES |= {"training/policy_gradient", "stages/_kto"}
+LATER_FILES |= {"stages/_classify", "training/class_metrics"}
 LATER_FILES |= {"checkpoint/float32_weights"}  # a conversion that casts nothing needs no models
 LATER_FILES |= {"parallel/launcher"}  # its ranks import, and it counts GPUs at most
 LAZY_FILES = {"cli", "__init__", "__main__"}

@@ -6,6 +6,7 @@ row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -288,8 +289,8 @@ class OutputSpec:
     divergence: Divergence | None = None  # what ``divergences`` are
 
     @property
-    def is_reward(self) -> bool:
-        """Whether it is one number for each document, the reward of its end."""
+    def gives_scores(self) -> bool:
+        """Whether documents are scored, each at its end, by a reward or by classes, say."""
         return self.at == "ends"
 
     def __post_init__(self) -> None:
@@ -350,7 +351,8 @@ class Outputs:
     smoothed: torch.Tensor | None = None  # scalar, the same of smoothed labels, if they are
     entropies: torch.Tensor | None = None  # [N] float32, nats
     top_entropies: torch.Tensor | None = None  # [N] float32, nats, of the most probable words
-    values: torch.Tensor | None = None  # [N] float32, from a value head
+    # [N] float32, from a value head, or [N, K] from one of K numbers
+    values: torch.Tensor | None = None
     predictions: torch.Tensor | None = None  # [N] int64
     divergences: torch.Tensor | None = None  # [N] float32, nats, from another model's distribution
     # [N] ``logps`` without a gradient, where only their sum is an output
@@ -358,7 +360,28 @@ class Outputs:
     router: RouterSums | None = None  # if the model computes a loss of its routers
 
 
-SCORES = OutputSpec(("values",), at="ends")  # of a reward model
+SCORES = OutputSpec(("values",), at="ends")  # of a reward model, or of a classifier
+
+
+@dataclass(frozen=True)
+class Classes:
+    """What the numbers of a head mean that scores classes: each is the logit of one of them."""
+
+    names: tuple[str, ...]
+    is_multi_label: bool = False  # any number of them are true, each for itself; else just one
+
+    def verdict(self, logits: Sequence[float]) -> dict[str, object]:
+        """The classes of one text by its K ``logits``, with the probability of each."""
+        largest = max(logits)
+        if self.is_multi_label:
+            chosen: object = [n for n, logit in zip(self.names, logits, strict=True) if logit > 0]
+            probabilities = [(1 + math.tanh(logit / 2)) / 2 for logit in logits]  # sigmoid
+        else:
+            chosen = self.names[list(logits).index(largest)]
+            weights = [math.exp(logit - largest) for logit in logits]
+            probabilities = [weight / sum(weights) for weight in weights]
+        by_name = dict(zip(self.names, probabilities, strict=True))
+        return {"predicted": chosen, "probabilities": by_name}
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ EXAMPLES = [
         chosen=Message("assistant", "It is 2."),
         rejected=Message("assistant", "It is 3, or more."),
     ),
+    Example(text="It is small.", columns={"label": "small"}),
 ]
 
 
@@ -143,8 +144,9 @@ def test_a_loss_is_a_sum_with_its_weight_so_batches_add_up(name):
     halves = [stage.collate([item], packing=True) for item in items]
     whole = stage.collate(items, packing=True)
     logps = [torch.randn(batch.num_trained, dtype=torch.float64) for batch in halves]
-    sizes = [len(ends(b).labels) if stage.spec.is_reward else b.num_trained for b in halves]
-    values = [torch.randn(size, dtype=torch.float64) for size in sizes]
+    sizes = [len(ends(b).labels) if stage.spec.gives_scores else b.num_trained for b in halves]
+    width = [n for n in stage.heads.values() if n > 1]  # of a head of several numbers
+    values = [torch.randn(size, *width, dtype=torch.float64) for size in sizes]
     parts = [
         stage.loss("policy", Outputs(x, x.sum(), values=v, divergences=x.exp()), batch)
         for x, v, batch in zip(logps, values, halves, strict=True)
@@ -177,7 +179,14 @@ def test_a_method_lets_something_learn_and_the_model_still_speaks(name):
 
 # Each stage and each method once; the other pairs are proofs. `methods/test_changing_parameters.py`
 # has lisa.
-FEW = [("pt", "full"), ("sft", "badam_ratio"), ("dpo", "vera"), ("kto", "oft"), ("rm", "freeze")]
+FEW = [
+    ("pt", "full"),
+    ("sft", "badam_ratio"),
+    ("dpo", "vera"),
+    ("kto", "oft"),
+    ("rm", "freeze"),
+    ("classify", "full"),
+]
 FEW += [("ppo", "llama_pro"), ("grpo", "lora"), ("distill", "badam")]
 assert {*map(str, STAGES), *METHODS} == {name for pair in FEW for name in pair} | {"lisa"}
 

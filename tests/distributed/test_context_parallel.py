@@ -201,7 +201,7 @@ def test_what_is_saved_with_shared_rows_resumes_on_any_mesh_and_back(tmp_path):
         assert figures == pytest.approx(expected, rel=1e-6), mesh  # norms are in float32
 
 
-@pytest.mark.parametrize("name", some(STAGES, ["distill"]))
+@pytest.mark.parametrize("name", some(STAGES, ["distill", "classify"]))
 def test_each_stage_trains_the_same_on_ranks_that_share_rows(name, tmp_path):
     """PPO and GRPO sample with every rank, and divide the rows again among pairs of ranks."""
     expected, close = losses(ALONE, tmp_path, name), STAGE_CLOSE.get(name, 1e-9)

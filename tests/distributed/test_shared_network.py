@@ -86,7 +86,7 @@ def test_a_loss_of_values_alone_trains_a_sharded_model(tmp_path):
     folders.save_model(tmp_path, num_hidden_layers=2)
 
     def work(world):
-        network = opened(world, tmp_path, heads=("values",))
+        network = opened(world, tmp_path, heads={"values": 1})
         with torch.no_grad():
             network.head_weights["value_head"].load_state_dict(
                 {"value_head.weight": constant(network.heads.values.weight)}
@@ -111,7 +111,7 @@ def test_ranks_read_their_part_of_a_head(tmp_path):
     save_file({"value_head.weight": expected}, base / "value_head.safetensors")
 
     def work(world):
-        return whole(opened(world, tmp_path, heads=("values",)).heads.values.weight)
+        return whole(opened(world, tmp_path, heads={"values": 1}).heads.values.weight)
 
     for found in ranks.run(2, work, dp_shard=2):
         assert torch.equal(found, expected)
@@ -127,7 +127,7 @@ def constant(like):
     [
         ({"pp": 2}, {}, r"parallel\.pp: a pipeline cannot generate yet"),
         ({"tp": 2}, {"parallel": {"sequence_parallel": True}}, r"parallel\.sequence_parallel"),
-        ({"tp": 2}, {"heads": ("values",)}, r"parallel\.tp: a model with a value head"),
+        ({"tp": 2}, {"heads": {"values": 1}}, r"parallel\.tp: a model with a value head"),
     ],
     ids=["pp", "sequence", "head"],
 )

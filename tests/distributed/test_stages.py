@@ -45,7 +45,7 @@ def losses(
 
 
 # Each stage is in one of these two; `make proof` has all of them in both.
-IN_PARTS = ("pt", "dpo", "rm", "grpo", "distill")
+IN_PARTS = ("pt", "dpo", "rm", "classify", "grpo", "distill")
 WITHOUT = [name for name in STAGES if name not in IN_PARTS]
 
 
@@ -59,6 +59,29 @@ def test_micro_batches_packing_and_ranks_change_nothing(name, tmp_path):
     changes = {"packing": True, "micro_batch_size": 3}
     for found in ranks.run(2, lambda w: losses(w, tmp_path, name, **changes), dp_shard=2):
         assert found == pytest.approx(expected, rel=close, abs=close)
+
+
+def test_metrics_of_all_examples_are_those_of_one_rank(tmp_path):
+    def measured(world, **parallel):
+        made = trainer(
+            world,
+            tmp_path / f"{world.size}",
+            stage=stage_of("classify"),
+            codec=CODEC,
+            examples=examples_of("classify"),
+            held=examples_of("classify", 11, seed=6),
+            train={"global_batch_size": 4, "micro_batch_size": 2, "eval_steps": 9},
+            dtype=torch.float64,
+            **({"parallel": parallel} if parallel else {}),
+        )
+        learn(made, 2)
+        return made.evaluation.measure(made.evals[""], lambda: None)
+
+    expected = measured(ALONE)
+    assert {"accuracy", "f1_macro", "auc", "confusion/small/huge"} <= expected.keys()
+    assert sum(n for name, n in expected.items() if name.startswith("confusion/")) == 11
+    for found in ranks.run(2, lambda w: measured(w, dp_replicate=2), dp_replicate=2):
+        assert found == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", some(STAGES, WITHOUT))

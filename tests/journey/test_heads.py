@@ -40,7 +40,7 @@ STEPS, SAVED = 7, 3
 class Valued(SFT):
     """Likelihood, and a value of each token that is to be how likely it was."""
 
-    heads = ("values",)
+    heads = {"values": 1}
     spec = OutputSpec(("logps", "values"))
     eval_spec = spec
 

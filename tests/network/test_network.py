@@ -25,7 +25,7 @@ ROWS = [[5, 9, 11, 7], [8, 3], [4, 4, 6, 21, 30, 31]]
 LABELS = [[-100, -100, 11, 7], [-100, 3], [4, 4, -100, 21, 30, 31]]
 FEATURES = [{"input_ids": r, "labels": x} for r, x in zip(ROWS, LABELS, strict=True)]
 PROMPTS = [[5, 9, 11], [7], [20, 21, 22, 23, 24, 25, 26], [3, 4], [9, 8, 7, 6, 5]]
-VALUED = {"heads": ("values",)}
+VALUED = {"heads": {"values": 1}}
 
 
 def opened(folder, kind="llama", *, model=None, sizes=None, **options):

@@ -300,7 +300,7 @@ def test_settings_that_mean_nothing_are_refused(settings):
     ],
 )
 def test_kinds_that_are_not_balanced_are_named_with_weights_that_would_be(kinds, settings, words):
-    found = list(KTO(**settings).remarks(in_memory([{"desirable": [kind]} for kind in kinds])))
+    found = list(KTO(**settings).remarks(in_memory([{"desirable": [kind]} for kind in kinds]), {}))
     assert len(found) == (words is not None)
     assert words is None or re.search(words, found[0])
     for name in ("desirable_weight", "undesirable_weight"):
@@ -309,4 +309,4 @@ def test_kinds_that_are_not_balanced_are_named_with_weights_that_would_be(kinds,
         ):
             middle = (float(span[1]) + float(span[2])) / 2
             again = KTO(**{**settings, name: middle})
-            assert not list(again.remarks(in_memory([{"desirable": [kind]} for kind in kinds])))
+            assert not list(again.remarks(in_memory([{"desirable": [kind]} for kind in kinds]), {}))

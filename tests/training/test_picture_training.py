@@ -413,7 +413,7 @@ def test_rewards_of_responses_to_a_picture_are_those_of_each_alone(kind, form, t
     items = [item for found in made.stage.encode(examples, codec) for item in found]
     assert any(seen_in(item) for item in items)
     model = pictures.model(kind)
-    head = add_heads(model, ("values",)).values
+    head = add_heads(model, {"values": 1}).values
     torch.nn.init.normal_(head.weight)
     expected = []
     for item in (conversation for pair in items for conversation in split(pair)):

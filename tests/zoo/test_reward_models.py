@@ -21,7 +21,7 @@ def outcome(name):
     """``equal``, or why there is no such reward model."""
     model = build(name).eval()
     stored = dict(model.state_dict())
-    head = add_heads(model, ("values",)).values
+    head = add_heads(model, {"values": 1}).values
     torch.nn.init.normal_(head.weight)
     ids = list(range(3, 19))
     batch = collate([{"input_ids": ids, "labels": ids}], packing=False)

@@ -21,6 +21,9 @@ from .table import cell, console, progress, table
 from .targets import ReadingCommand
 
 if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+    from ..batch import Classes
     from ..use import Generation
     from ..use.run_evaluation import EvaluationReport
 
@@ -65,10 +68,11 @@ def eval_(recipe: Path, overrides: tuple[str, ...], **options: Any) -> None:
 
     The data is data.eval_datasets, or the rows that data.val_size holds out. Prints loss,
     perplexity and token accuracy; for stages dpo and rm, how often the chosen response has the
-    higher reward, and the margin. For conversations, the model also generates every response itself
-    (section generate; greedy unless it samples). Exact match is the share of responses that equal
-    the expected one, except for white space at the ends. All responses are written to
-    generations-CHECKPOINT.jsonl in the run's folder.
+    higher reward, and the margin; for stage classify accuracy, F1, AUC and a table of confusion.
+    For conversations, the model also generates every response itself (section generate; greedy
+    unless it samples). Exact match is the share of responses that equal the expected one, except
+    for white space at the ends. All responses are written to generations-CHECKPOINT.jsonl in the
+    run's folder.
 
     If RECIPE is the folder of a checkpoint, that one is evaluated. Otherwise, without --model, the
     best checkpoint of the run is used if its recipe ends with that one, or else the latest.
@@ -144,7 +148,7 @@ def _evaluate_on_held_out_data(
         return
     if compare is not None:
         report = report.compared(compare)
-    generations = None
+    generations, classes = None, recipe.stage.classes
     if report.answers:
         name = f"generations-{report.model}.jsonl"
         generations = options["output"] or recipe.train.folder / name
@@ -152,19 +156,42 @@ def _evaluate_on_held_out_data(
             report.write_generations(generations)
         except RunError:
             # The disk may be full, but the metrics are known.
-            _show_report(report, None, as_json=options["as_json"])
+            _show_report(report, None, classes, as_json=options["as_json"])
             raise
-    _show_report(report, generations, as_json=options["as_json"])
+    _show_report(report, generations, classes, as_json=options["as_json"])
 
 
-def _show_report(report: EvaluationReport, generations: Path | None, *, as_json: bool) -> None:
+def _confusion_table(name: str, counts: Sequence[Sequence[str]]) -> RichTable:
+    """How often each class, downwards, is predicted as which."""
+    from rich.table import Table
+
+    shown = Table(title=name, title_justify="left")
+    for i, heading in enumerate(counts[0]):
+        shown.add_column(cell(heading), justify="right" if i else "left")
+    for row in counts[1:]:
+        shown.add_row(*map(cell, row))
+    return shown
+
+
+def _show_report(
+    report: EvaluationReport,
+    generations: Path | None,
+    classes: Classes | None,
+    *,
+    as_json: bool,
+) -> None:
     from rich.console import Console
     from rich.table import Table
+
+    from ..training.class_metrics import confusion
+    from ..training.class_metrics import table as confusions
 
     if as_json:
         click.echo(json.dumps(report.as_data(generations), indent=2))
         return
-    metrics = [name for name in report.results[0].metrics if name not in _NOT_SHOWN]
+    tables = [(r.name, confusions(r.metrics, classes.names)) for r in report.results if classes]
+    confused = {confusion(a, b) for a in classes.names for b in classes.names} if classes else ()
+    metrics = [n for n in report.results[0].metrics if n not in (*_NOT_SHOWN, *confused)]
     headings = [name.removeprefix("rewards/").replace("_", " ") for name in metrics]
     rows = [["dataset", "examples", *headings]]
     for result in report.results:
@@ -179,6 +206,9 @@ def _show_report(report: EvaluationReport, generations: Path | None, *, as_json:
         metric_table.add_row(*map(cell, row))
     screen = Console(markup=False, highlight=False)
     screen.print(metric_table)
+    for name, counts in tables:
+        if counts:
+            screen.print(_confusion_table(name, counts))
     if len(report.results) > 1:
         for result in report.results:
             if result.answers:

@@ -108,10 +108,11 @@ def predict(
 
     A reward model (stage rm) scores responses instead: PROMPTS are rows of a dataset, conversations
     that end in a response or pairs, and each line of OUTPUT has the fields of its row, then reward,
-    or reward_chosen and reward_rejected.
+    or reward_chosen and reward_rejected. A classifier (stage classify) adds predicted, a label or
+    the list of them, and probabilities.
     """
     from ..data.text.prompts import check_output, prompt_of, read_prompts
-    from ..recipe.prediction import is_reward_model, load, read_program, recipe_of
+    from ..recipe.prediction import gives_scores, load, read_program, recipe_of
 
     prediction = load(path, overrides)  # what is wrong is said before the slow imports
     if prompts is None and not texts:
@@ -138,14 +139,14 @@ def predict(
     options["media_folder"] = (
         options["media_folder"] or (section and section.media.folder) or prompts.parent
     )
-    if not is_reward_model(Path(prediction.model.path)):
+    if not gives_scores(Path(prediction.model.path)):
         prompt_rows = read_prompts(prompts, section)
         _answer(prediction, path, overrides, prompt_rows, place, system=system, **options)
         return
     if options["thinking"] is not None:
-        raise RecipeError("--thinking: has no effect on rewards")
+        raise RecipeError("--thinking: has no effect on scores")
     if system is not None:
-        raise RecipeError("--system: has no effect on rewards; put it into the rows")
+        raise RecipeError("--system: has no effect on scores; put it into the rows")
     assert output is not None  # with --prompts
     _score(prediction, path, overrides, (prompts, section), (output, options["media_folder"]))
 
@@ -211,31 +212,42 @@ def _score(
     prompts: tuple[Path, DataSection | None],
     places: tuple[Path, Path],
 ) -> None:
-    """Write the rewards of all responses of a file to the first of ``places``; their pictures are
-    in the second."""
+    """Write the scores of all rows of a file to the first of ``places``; their pictures are in the
+    second."""
     from ..data.text.prompts import write_rows
 
     start_ranks(prediction.parallel, ["surefoot.use.prediction"])
     with loading():
         from ..parallel.sharded_model import with_replicas
         from ..parallel.world import joined
-        from ..use.prediction import read_responses, score_rows
+        from ..recipe.prediction import recipe_of
+        from ..use.model_loading import classes_of
+        from ..use.prediction import read_responses, read_rows_of, score_rows
 
     prediction = replace(prediction, parallel=with_replicas(prediction.parallel))
-    rows, (output, media_folder) = read_responses(*prompts), places
+    model = prediction.model
+    is_reward = classes_of(recipe_of(model.adapter, model.path), [Path(model.path)]) is None
+    rows = (read_responses if is_reward else read_rows_of)(*prompts)
+    output, media_folder = places
     with joined(prediction.parallel) as world:
         shown = partial(progress, is_shown=world.is_main)
-        lines, rewards = score_rows(
+        lines, scores = score_rows(
             prediction, path, overrides, rows, world, media_folder=media_folder, progress=shown
         )
         if world.is_main:
-            write_rows(output, lines, doing="cannot write the rewards")
+            write_rows(output, lines, doing="cannot write the scores")
     if world.is_main:
-        click.echo(f"{output}: {scored(rewards)}")
+        click.echo(f"{output}: {scored(scores)}")
 
 
-def scored(rewards: Sequence[Mapping[str, float]]) -> str:
-    """How many responses have rewards, and of how many pairs the chosen one has the higher."""
+def scored(rewards: Sequence[Mapping[str, Any]]) -> str:
+    """How many responses have rewards, and of how many pairs the chosen one has the higher; of
+    labels, how often each was predicted."""
+    if any("predicted" in row for row in rewards):
+        each = (row["predicted"] for row in rewards)
+        names = Counter(n for value in each for n in ([value] if isinstance(value, str) else value))
+        counts = ", ".join(f"{name} {count:,}" for name, count in names.most_common())
+        return f"labels of {counted(len(rewards), 'row')} ({counts or 'none'})"
     pairs = [row for row in rewards if "reward_chosen" in row]
     ahead = sum(row["reward_chosen"] > row["reward_rejected"] for row in pairs)
     order = f" ({ahead:,} of {len(pairs):,} pairs in order)" if pairs else ""

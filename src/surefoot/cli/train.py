@@ -200,7 +200,7 @@ def _ending(recipe: Recipe, outcome: Outcome) -> Iterator[str]:
     quoted = shlex.quote(place)
     scored = f"predict {quoted} --prompts FILE --output FILE"
     yield from _tables(folder / RESULTS)
-    yield f"next: surefoot {scored if recipe.stage.spec.is_reward else f'chat {quoted}'}"
+    yield f"next: surefoot {scored if recipe.stage.spec.gives_scores else f'chat {quoted}'}"
     yield f"      surefoot export {quoted} NEW_FOLDER"
 
 

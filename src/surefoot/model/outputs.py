@@ -91,9 +91,10 @@ class LogprobHead:
             if not is_valued:
                 return self._answer(hidden_ND, labels_N, spec, beside)
             assert values is not None
-            values_N: torch.Tensor = values(hidden_ND.to(values.weight.dtype))[:, 0]
+            values_NK: torch.Tensor = values(hidden_ND.to(values.weight.dtype))
             # not a view: FSDP2 warns of what in-place operations on one would do
-            values_N = values_N.clone().to(wide(values_N.dtype))
+            values_N = (values_NK[:, 0] if values_NK.shape[1] == 1 else values_NK).clone()
+            values_N = values_N.to(wide(values_N.dtype))
             if not needs:
                 return values_N
             each = replace(spec, outputs=(*needs, "logps"))  # one number for each position

@@ -69,7 +69,8 @@ class NetworkOptions:
     longest: int = 0  # tokens of the longest document in packed rows, as far as it is known
     probes: Sequence[Probe] = ()  # documents with more than text, which packed rows may contain
     seed: int = 0  # of the values that the method draws
-    heads: Sequence[str] = ()  # outputs that need a head of their own, see ``HEADS``
+    # outputs that need a head of their own, see ``HEADS``, and how many numbers each gives
+    heads: Mapping[str, int] = field(default_factory=dict)
     is_trainable: bool = True
     is_new: bool = True  # False if a checkpoint has the values of what the method adds
     is_read: bool = True  # False if a checkpoint has all values, and is loaded afterwards

@@ -1,4 +1,5 @@
-"""Heads beside the output head: a linear map from the last hidden states to one number.
+"""Heads beside the output head: a linear map from the last hidden states to one number,
+or to the logits of some classes.
 
 Their numbers leave the model through the output head's own return. FSDP2 gathers weights for the
 backward pass only when a gradient reaches what the sharded model has returned.
@@ -7,7 +8,7 @@ backward pass only when a gradient reaches what the sharded model has returned.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -71,15 +72,16 @@ class HeadWeights(UndividedWeights):
             tensor.copy_(state[name])
 
 
-def add_heads(model: PreTrainedModel, outputs: Sequence[str]) -> Heads:
-    """Add a head for each of ``outputs`` to ``model``, in place; on all ranks it begins at 0."""
+def add_heads(model: PreTrainedModel, outputs: Mapping[str, int]) -> Heads:
+    """Add a head for each of ``outputs`` to ``model``, in place, of so many numbers; on all ranks
+    it begins at 0."""
     modules = {}
     weight = model.get_input_embeddings().weight
     width = model.config.get_text_config().hidden_size
-    for output in outputs:
+    for output, size in outputs.items():
         if output not in HEADS:
             raise RecipeError(f"no head computes {output!r}; expected one of {', '.join(HEADS)}")
-        head = nn.Linear(width, 1, bias=False, device="cpu", dtype=torch.float32)
+        head = nn.Linear(width, size, bias=False, device="cpu", dtype=torch.float32)
         nn.init.zeros_(head.weight)
         head.weight = nn.Parameter(head.weight.detach().to(weight.device))
         model.add_module(HEADS[output], head)
@@ -111,9 +113,10 @@ def stored_heads(heads: Heads, folders: Sequence[Path]) -> dict[str, Reader]:
     return readers
 
 
-def has_head(folder: Path, output: str) -> bool:
-    """Whether ``folder`` contains the weights of a head."""
-    return _stored(folder, HEADS[output]) is not None
+def head_size(folder: Path, output: str) -> int | None:
+    """How many numbers the head gives whose weights ``folder`` contains; None if there is none."""
+    source = _stored(folder, HEADS[output])
+    return None if source is None else source.shapes()[f"{HEADS[output]}.weight"][0]
 
 
 def _stored(folder: Path, name: str) -> TensorSource | None:
@@ -134,12 +137,12 @@ def _listed(shapes: Mapping[str, Sequence[int]]) -> str:
     return ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items()) or "nothing"
 
 
-def refuse_headless(folder: Path, heads: Sequence[str]) -> None:
-    """Raise ``ModelError`` if a model that can only give rewards is to give anything else."""
+def refuse_headless(folder: Path, heads: Collection[str]) -> None:
+    """Raise ``ModelError`` if a model that can only score is to give anything else."""
     if "values" not in heads and is_sequence_classification(Path(folder)):
         raise ModelError(
-            f"{folder}: a reward model (sequence classification), which has no output head for "
-            "tokens; name a language model, or train it with stage: rm"
+            f"{folder}: a reward model or classifier (sequence classification), which has no "
+            "output head for tokens; name a language model, or train it with stage: rm or classify"
         )
 
 

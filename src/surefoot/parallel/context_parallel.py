@@ -24,7 +24,6 @@ from math import ceil, inf
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from ..batch import Batch, Outputs, TrainedPositions, sent
@@ -402,11 +401,12 @@ def _exchanged(
 
 
 def _join(mine_N: torch.Tensor, counts: Sequence[int], group: RowGroup) -> torch.Tensor:
-    """The values of all ranks. What is computed of them is the same on each, so each takes its own
-    part of the gradient."""
+    """The values of all ranks, each a number or several. What is computed of them is the same on
+    each, so each takes its own part of the gradient."""
 
     def forward(mine_N: torch.Tensor) -> torch.Tensor:
-        padded = F.pad(mine_N, (0, max(counts) - len(mine_N)))  # an all-gather needs one length
+        missing = max(counts) - len(mine_N)  # an all-gather needs one length
+        padded = torch.cat([mine_N, mine_N.new_zeros(missing, *mine_N.shape[1:])])
         parts = [torch.empty_like(padded) for _ in counts]
         if group.group is not None:
             wait_for_ranks(dist.all_gather, parts, padded, group=group.group)

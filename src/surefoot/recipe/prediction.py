@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from .. import schema
+from ..batch import Classes
+from ..checkpoint.disk import strict_json
 from ..checkpoint.layouts.detection import is_sequence_classification
 from ..checkpoint.layouts.reading import check_reading
 from ..errors import RecipeError
@@ -88,14 +90,28 @@ def load(
     return prediction
 
 
-def is_reward_model(path: Path) -> bool:
-    """Whether ``path`` is a reward model: the run, a checkpoint or the recipe of a stage that
-    trains one, or a folder of transformers' sequence classification. Raises ``RecipeError`` as
+def gives_scores(path: Path) -> bool:
+    """Whether the model at ``path`` scores texts: the run, a checkpoint or the recipe of a stage
+    that trains one, or a folder of transformers' sequence classification. Raises ``RecipeError`` as
     ``recipe.load`` does."""
     if is_sequence_classification(path):
         return True
     recipe = recipe_of(path)
-    return recipe is not None and recipe.stage.spec.is_reward
+    return recipe is not None and recipe.stage.spec.gives_scores
+
+
+def classes_in(folder: Path) -> Classes | None:
+    """The classes of a classifier in a ``folder`` of transformers; None of a reward model, which
+    has one, or of any other model."""
+    if not is_sequence_classification(folder):
+        return None
+    config = strict_json.read_object(folder / "config.json")
+    by_id = config.get("id2label")
+    if not isinstance(by_id, dict) or len(by_id) < 2:
+        return None
+    names = [str(by_id.get(str(i))) for i in range(len(by_id))]
+    is_multi_label = config.get("problem_type") == "multi_label_classification"
+    return Classes(tuple(names), is_multi_label)
 
 
 def recipe_of(*paths: str | Path | None) -> Recipe | None:

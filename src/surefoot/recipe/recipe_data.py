@@ -27,7 +27,12 @@ from ..data.rows.rows import Reading
 from ..data.section import DataSection
 from ..data.store.cache import default_folder
 from ..data.text.codec import Codec
-from ..data.text.templates import section_template, template_mismatch, with_system
+from ..data.text.templates import (
+    optional_template,
+    section_template,
+    template_mismatch,
+    with_system,
+)
 from ..data.training_data import Encoding, EncodingReport, encode_stream, prepare
 from ..errors import ModelError, RecipeError, RunError, TemplateError
 from ..model import adapter_files
@@ -116,8 +121,9 @@ def open_codec(recipe: Recipe, base: Path) -> Codec:
             "tokens, or add it by model.new_special_tokens"
         )
     uses_template = recipe.stage.uses_template
+    template_of = optional_template if recipe.stage.reads_texts else section_template
     try:
-        template = section_template(recipe.data, tokenizer) if uses_template else None
+        template = template_of(recipe.data, tokenizer) if uses_template else None
     except TemplateError as error:
         more = problems_of(recipe.data)  # so that all are said at once
         raise TemplateError("\n".join([str(error), *more])) from error
@@ -140,7 +146,7 @@ def open_codec(recipe: Recipe, base: Path) -> Codec:
 def build_codec(recipe: Recipe, base: Path) -> Codec:
     """The same; from here on the tokenizer contains the template in use."""
     codec = open_codec(recipe, base)
-    if recipe.stage.uses_template:
+    if recipe.stage.uses_template and codec.template_text:
         folder = tokenizer_folder(recipe.model, base)
         owner = "model" if folder == base else "adapter"
         if folder != base:

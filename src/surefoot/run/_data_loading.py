@@ -65,7 +65,7 @@ def open_data(parts: RunParts, world: World) -> tuple[AnyData, AbstractContextMa
     of_settings = remarks(train, parts.optim, len(data.train), total)
     if parts.data.media != MediaSection() and not data.has_pictures:
         logger.warning("data.media: no row has a picture, so it changes nothing")
-    for remark in (*parts.stage.remarks(data.train), *of_settings):
+    for remark in (*parts.stage.remarks(data.train, data.evals), *of_settings):
         logger.warning("%s", remark)
     return data, nullcontext()
 

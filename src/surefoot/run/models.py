@@ -16,7 +16,7 @@ from ..model.loading import resolve
 from ..model.outputs import no_distribution
 from ..model.section import ModelSection
 from ..network.draft import NetworkOptions
-from ..network.heads import has_head
+from ..network.heads import head_size
 from ..network.network import Network
 from ..network.open import open_network
 from ..parallel.sharded_model import keep_ends_gathered
@@ -80,15 +80,15 @@ class RunModels:
         return any(map(self.is_start, auxiliary_models(self.stage, "window")))
 
 
-def heads_of(auxiliary: AuxiliaryModel, model: ModelSection, base: Path) -> Sequence[str]:
+def heads_of(auxiliary: AuxiliaryModel, model: ModelSection, base: Path) -> Mapping[str, int]:
     """The heads of an auxiliary model. Raises ``ModelError`` if it is to give rewards, and has no
     head for them."""
-    if not auxiliary.spec.is_reward:
-        return ()
+    if not auxiliary.spec.gives_scores:
+        return {}
     folders = [base] if model.adapter is None else [model.adapter, base]
-    if not any(has_head(folder, "values") for folder in folders):
+    if 1 not in (head_size(folder, "values") for folder in folders):
         raise ModelError(f"{model.adapter or base}: not a reward model; train one with stage: rm")
-    return ("values",)
+    return {"values": 1}
 
 
 def open_models(

@@ -3,6 +3,7 @@
 from typing import Any
 
 from ..extensions import Extended
+from ._classify import Classify
 from ._distill import Distill
 from ._dpo import DPO
 from ._grpo import GRPO
@@ -12,12 +13,12 @@ from ._pt import PT
 from ._rm import RM
 from ._sft import SFT
 
-__all__ = ["DPO", "GRPO", "KTO", "PPO", "PT", "RM", "SFT", "STAGES", "Distill"]
+__all__ = ["DPO", "GRPO", "KTO", "PPO", "PT", "RM", "SFT", "STAGES", "Classify", "Distill"]
 
 STAGES: Extended[type[Any]] = Extended(
     "stages",
     {
         **{"pt": PT, "sft": SFT, "dpo": DPO, "rm": RM, "kto": KTO},
-        **{"grpo": GRPO, "ppo": PPO, "distill": Distill},
+        **{"grpo": GRPO, "ppo": PPO, "distill": Distill, "classify": Classify},
     },
 )

@@ -171,7 +171,9 @@ class KTO(Stage):
         total = (weights_E * losses_E).where(is_there_E, zero).sum()
         return Loss(total, is_there_E.sum(), metrics, losses_E.detach().float())
 
-    def remarks(self, examples: EncodedDataset) -> Iterator[str]:
+    def remarks(
+        self, examples: EncodedDataset, evals: Mapping[str, EncodedDataset]
+    ) -> Iterator[str]:
         """Kinds of responses whose weights are not balanced."""
         num_good, start = 0, 0
         for store in examples.stores:

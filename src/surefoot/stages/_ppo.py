@@ -60,7 +60,7 @@ class PPO(OnPolicy):
     memory: with a new adapter the base under it, otherwise a copy of the trained weights.
     """
 
-    heads: ClassVar[Sequence[str]] = ("values",)
+    heads: ClassVar[Mapping[str, int]] = {"values": 1}
 
     passes: int = 4
     """How often the responses of a window are trained on."""

@@ -44,7 +44,7 @@ class RM(Stage):
     reads_pictures = True
     row_columns = frozenset({"margin"})
     encoding: ClassVar[str] = "1"
-    heads: ClassVar[Sequence[str]] = ("values",)
+    heads: ClassVar[Mapping[str, int]] = {"values": 1}
     spec: ClassVar[OutputSpec] = SCORES
     row_metric: ClassVar[tuple[str, bool]] = ("margin", True)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
+import torch
 
 from ..batch import Batch, Features, Loss, with_router_loss
 from ..data.data_order import Index
@@ -21,6 +22,8 @@ from ..data.store.dataset import EncodedDataset
 from ..errors import RunError
 from ..model.loading import device
 from ..network.network import Network
+from ..parallel.progress import wait_for_ranks
+from ..parallel.sharding import DATA_AXES
 from ..parallel.world import World
 from .callback import Callbacks, PolicyVersion, TrainerState
 from .context import NetworkContext
@@ -73,13 +76,15 @@ class Evaluation:
     def _measure(
         self, held_out: EvaluationSet, after: Callable[[], None], size: int
     ) -> dict[str, float]:
-        losses, figures = list[Loss](), dict[str, float]()
+        losses, figures, judged = list[Loss](), dict[str, float](), list[torch.Tensor]()
         self.kept.begin()
         with self.network.evaluating():
             for batch in self._batches(held_out, figures, size):
                 outputs = self.network.forward(batch, self.stage.eval_spec)
                 loss = self.stage.loss(POLICY, outputs, batch)
                 losses.append(with_router_loss(loss, outputs).detach())
+                if (rows_EX := self.stage.judged(outputs, batch)) is not None:
+                    judged.append(rows_EX)
                 after()
         names = list(dict.fromkeys(name for loss in losses for name in loss.metrics))
         rows = [
@@ -92,7 +97,20 @@ class Evaluation:
         if weight:
             means |= {name: value / weight for name, value in zip(names, values, strict=True)}
         count = len(held_out.examples)
-        return {**self.stage.metrics(means), **{n: value / count for n, value in figures.items()}}
+        means = {**self.stage.metrics(means), **{n: v / count for n, v in figures.items()}}
+        return {**means, **self._summary(judged)}
+
+    def _summary(self, judged: Sequence[torch.Tensor]) -> Mapping[str, float]:
+        """The metrics of all examples together, from those of each rank."""
+        here = [wait_for_ranks(rows.cpu).numpy() for rows in judged]
+        # ranks that share the weights of a replica have computed the same examples
+        parts = self.world.gathered(here if self.world.is_first_of(*DATA_AXES) else [])
+        rows = [rows_EX for part in parts for rows_EX in part]
+        if not rows:
+            return {}
+        rows_EX = np.concatenate(rows).astype(np.float64)
+        rows_EX = rows_EX[~np.isnan(rows_EX).any(1)]
+        return self.stage.summary(rows_EX) if len(rows_EX) else {}
 
     def _batches(
         self, held_out: EvaluationSet, figures: dict[str, float], size: int

@@ -123,6 +123,47 @@ def is_tail(answer_N: torch.Tensor, lengths_A: torch.Tensor) -> torch.Tensor:
     return place_N >= shorter_A[answer_N]
 
 
+def cross_entropy(
+    logits_EK: torch.Tensor,
+    classes_E: torch.Tensor,
+    weights_K: torch.Tensor,
+    label_smoothing: float,
+    focal_gamma: float,
+) -> torch.Tensor:
+    """[E] The cross entropy of the class of each example, times the weight of that class, in nats;
+    of smoothed labels (arXiv:1512.00567), or a focal loss (arXiv:1708.02002, equation 5)."""
+    import torch.nn.functional as F
+
+    losses_E = F.cross_entropy(
+        *(logits_EK, classes_E, weights_K), reduction="none", label_smoothing=label_smoothing
+    )
+    if not focal_gamma:
+        return losses_E
+    logps_E = F.log_softmax(logits_EK, 1).gather(1, classes_E[:, None])[:, 0]
+    return losses_E * (1 - logps_E.exp()) ** focal_gamma
+
+
+def binary_cross_entropy(
+    logits_EK: torch.Tensor,
+    truth_EK: torch.Tensor,
+    weights_K: torch.Tensor,
+    label_smoothing: float,
+    focal_gamma: float,
+) -> torch.Tensor:
+    """[E] The binary cross entropy of each label, averaged over the K labels of an example, in
+    nats. ``weights_K`` multiply that of labels which are true; the rest as in ``cross_entropy``."""
+    import torch.nn.functional as F
+
+    targets_EK = truth_EK.to(logits_EK) * (1 - label_smoothing) + label_smoothing / 2
+    losses_EK = F.binary_cross_entropy_with_logits(
+        logits_EK, targets_EK, reduction="none", pos_weight=weights_K
+    )
+    if focal_gamma:
+        signed_EK = logits_EK.where(truth_EK, -logits_EK)
+        losses_EK = losses_EK * (-signed_EK).sigmoid() ** focal_gamma
+    return losses_EK.mean(1)
+
+
 def sigmoid(margins_P: torch.Tensor, beta: float, label_smoothing: float) -> torch.Tensor:
     """DPO (arXiv:2305.18290): ``-log sigmoid(beta margin)``. Smoothed (cDPO,
     ericmitchell.ai/cdpo.pdf), labels are wrong with that probability."""

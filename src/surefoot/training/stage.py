@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, TypeAlias
 
-from ..batch import Batch, Features, Loss, Outputs, OutputSpec, without_labels
+from ..batch import Batch, Classes, Features, Loss, Outputs, OutputSpec, without_labels
 from ..data.example import Encoded, Example
 from ..data.section import DataSection
 from ..data.text.collation import collate as packed_or_padded
@@ -105,18 +105,37 @@ class StageContext(Protocol):
 class Stage(ABC):
     """One training objective: what differs from here. Its fields are its settings in the recipe."""
 
-    uses_template: ClassVar[bool] = True  # whether its examples are conversations
+    uses_template: ClassVar[bool] = True  # whether its examples are conversations ...
+    reads_texts: ClassVar[bool] = False  # ... or plain texts, which need no template
     reads_pictures: ClassVar[bool] = False  # or a row with pictures stops the run
     reads_pairs: ClassVar[bool] = True  # of rows with a response of their own, too, or that one
-    row_columns: ClassVar[frozenset[str]] = frozenset()  # that it reads beside the texts of a row
-    encoding: ClassVar[str] = ""  # version of what ``encode`` makes, in the key of cached datasets
-    heads: ClassVar[Sequence[str]] = ()  # outputs that need a head of their own, on the policy
     kept_by: ClassVar[Literal["item", "window"]] = "item"  # what ``precompute`` depends on
     metric: ClassVar[str] = "loss"  # of evaluations, by which checkpoints are compared
     # what ``Loss.rows`` or ``Prepared.rows`` are, and whether greater ones are better
     row_metric: ClassVar[tuple[str, bool]] = ("loss", False)
     # of each metric that can be better, as ``rewards/*``, whether it is if it is greater
     better_if_greater: ClassVar[Mapping[str, bool]] = {}  # beside those of LOSSES
+
+    @property
+    def row_columns(self) -> frozenset[str]:
+        """The columns that it reads beside the texts of a row."""
+        return frozenset()
+
+    @property
+    def encoding(self) -> str:
+        """Version of what ``encode`` makes, and the settings on which that depends: in the key of
+        cached datasets."""
+        return ""
+
+    @property
+    def heads(self) -> Mapping[str, int]:
+        """Outputs that need a head of their own, on the policy: how many numbers each gives."""
+        return {}
+
+    @property
+    def classes(self) -> Classes | None:
+        """What the numbers of its head mean, if they are logits of classes."""
+        return None
 
     @property
     def min_window(self) -> int:
@@ -166,7 +185,7 @@ class Stage(ABC):
     @abstractmethod
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
         """Turn examples into token lists: one entry per example, its features or why it was
-        dropped. The same whatever its settings are."""
+        dropped. The same whatever its settings are, but for those in ``encoding``."""
 
     def collate(self, features: Sequence[Features], *, packing: bool) -> Batch:
         """Turn token lists into one micro-batch, without columns that do not exist yet."""
@@ -201,9 +220,21 @@ class Stage(ABC):
         """The metrics of an evaluation, from its mean ``loss`` and the means of related metrics."""
         return means
 
-    def remarks(self, examples: EncodedDataset) -> Iterator[str]:
-        """What is unusual about the examples to train on, and what to do about it; logged when a
-        run starts."""
+    def judged(self, outputs: Outputs, batch: Batch) -> torch.Tensor | None:
+        """[E, X] Of each example of an evaluation what ``summary`` is made of; rows of NaN do not
+        count. None: nothing."""
+        return None
+
+    def summary(self, rows_EX: NDArray[np.float64]) -> Mapping[str, float]:
+        """Metrics of all examples of an evaluation together that are no means over them. They do
+        not depend on the order of the examples."""
+        return {}
+
+    def remarks(
+        self, examples: EncodedDataset, evals: Mapping[str, EncodedDataset]
+    ) -> Iterator[str]:
+        """What is unusual about the examples to train on, or about those of ``evals``, and what to
+        do about it; logged when a run starts. Raises ``DataError``: nothing can be learned."""
         return iter(())
 
     def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:

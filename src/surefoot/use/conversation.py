@@ -20,7 +20,7 @@ from ..errors import DataError, RecipeError, RunError, SurefootError, TemplateEr
 from ..generate.generation import FinishReason, Ids, Sample, context_length, room, stream
 from ..generate.responses import TextStream, decoder
 from ..generate.section import GenerateSection, with_options
-from .model_loading import LoadedModel, refuse_reward_model
+from .model_loading import LoadedModel, refuse_scorer
 
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 _TYPED = re.compile(r"""'([^']+)'|"([^"]+)"|((?:\\.|[^\s\\])+)""")
@@ -86,7 +86,7 @@ class Conversation:
     tools: Sequence[JSON] = ()  # schemas of functions that the model may call
 
     def __post_init__(self) -> None:
-        refuse_reward_model(self.opened)
+        refuse_scorer(self.opened)
         self.set_system(self.system)
         if self.tools and not self.has_template:
             raise TemplateError("this model has no chat template, so it supports no tools")

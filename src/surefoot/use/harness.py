@@ -32,7 +32,7 @@ from ..errors import RunError, counted, did_you_mean
 from ..generate.likelihood import Likelihood, LikelihoodStore, Question, likelihoods, share_of
 from ..generate.section import GenerateSection
 from ..network.network import Network
-from .model_loading import LoadedModel, refuse_reward_model
+from .model_loading import LoadedModel, refuse_scorer
 from .prediction import KeyedResults, Output, ResultJournal, open_results, samples_in
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     def __init__(self, opened: LoadedModel, journal: ResultJournal, *, batch_size: int) -> None:
         super().__init__()
-        refuse_reward_model(opened)
+        refuse_scorer(opened)
         self.opened, self.journal = opened, journal
         self.tokenizer = opened.tokenizer
         self._batch_size = batch_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..batch import Classes
 from ..checkpoint.layouts.detection import is_sequence_classification
 from ..checkpoint.layouts.layout import AS_STORED, Reading
 from ..data.example import JSON, Message
@@ -33,11 +34,12 @@ from ..model.section import ModelSection
 from ..model.tokenizer import FILES as TOKENIZER_FILES
 from ..model.tokenizer import load_tokenizer
 from ..network.draft import NetworkOptions
+from ..network.heads import head_size
 from ..network.network import Network
 from ..network.open import open_network
 from ..parallel.section import ParallelSection
 from ..parallel.world import ALONE, World
-from ..recipe.prediction import PredictModel
+from ..recipe.prediction import PredictModel, classes_in
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import media_of
 from ..recipe.run_recipe import NONE_DAMAGED, Damaged
@@ -85,9 +87,14 @@ class LoadedModel:
         return tuple(dict.fromkeys([*self.codec.stop_token_ids, *self.network.own_stops]))
 
     @property
-    def is_reward_model(self) -> bool:
-        """Whether it gives rewards and no responses; a head of values alone does not say so."""
-        return gives_rewards(self.recipe, self.folders)
+    def gives_scores(self) -> bool:
+        """Whether it scores texts and writes none; a head of values alone does not say so."""
+        return gives_scores(self.recipe, self.folders)
+
+    @cached_property
+    def classes(self) -> Classes | None:
+        """What the numbers of its head mean, if they are logits of classes."""
+        return classes_of(self.recipe, self.folders)
 
     @property
     def generate(self) -> GenerateSection:
@@ -172,7 +179,7 @@ def open_model(
     """
     section = ModelSection(path="", dtype=dtype, trust_remote_code=trust_remote_code)
     find = partial(find_parts, path, adapter=adapter, base=base, weights=weights)
-    return _opened(section, world, parallel, (), find)
+    return _opened(section, world, parallel, {}, find)
 
 
 def open_predicted(
@@ -190,13 +197,13 @@ def open_predicted(
         weights=model.weights,
         reading=model.reading,
     )
-    return _opened(section, world, parallel, (), find)
+    return _opened(section, world, parallel, {}, find)
 
 
 def open_to_measure(
     path: str | Path,
     model: ModelSection,
-    heads: Sequence[str] = (),
+    heads: Mapping[str, int] = MappingProxyType({}),
     *,
     base: str | Path | None = None,
     world: World = ALONE,
@@ -214,7 +221,7 @@ def _opened(
     settings: ModelSection,
     world: World,
     parallel: ParallelSection,
-    heads: Sequence[str],
+    heads: Mapping[str, int],
     parts_of: Callable[..., ModelFolders],
 ) -> LoadedModel:
     """The model whose folders ``parts_of`` finds."""
@@ -246,7 +253,7 @@ def open_start(parts: RunParts, world: World = ALONE) -> LoadedModel:
     network = open_network(policy.folder, policy.section, codec.tokenizer, world, options)
     network.module.eval()
     folders = ModelFolders(policy.folder, policy.section.adapter, policy.folder, None)
-    template = codec.template if parts.stage.uses_template else None
+    template = codec.template if parts.stage.uses_template and codec.template_text else None
     opened = LoadedModel(network, codec.tokenizer, template, parts, folders.folder, folders.all)
     return replace(opened, media=codec.media, why_text=codec.why_text)
 
@@ -257,7 +264,7 @@ def _open(
     tokenizer: PreTrainedTokenizerBase,
     world: World,
     parallel: ParallelSection,
-    heads: Sequence[str],
+    heads: Mapping[str, int],
 ) -> Network:
     """The model: in full, or only this rank's shards."""
     extended = {} if parts.adapter is None else extension_of(parts.adapter)
@@ -277,19 +284,22 @@ def _open(
     return network
 
 
-def _heads(parts: ModelFolders) -> Sequence[str]:
-    """The heads of a reward model; none are needed to generate."""
-    if not gives_rewards(parts.recipe, (parts.model,)):
-        return ()
-    return ("values",) if parts.recipe is None else parts.recipe.stage.heads
+def _heads(parts: ModelFolders) -> Mapping[str, int]:
+    """The heads of a model that scores texts; none are needed to generate."""
+    if not gives_scores(parts.recipe, (parts.model,)):
+        return {}
+    if parts.recipe is None:
+        return {"values": head_size(parts.model, "values") or 1}
+    return parts.recipe.stage.heads
 
 
-def refuse_reward_model(opened: LoadedModel) -> None:
-    """Raise ``ModelError`` if a model was trained to give rewards, not responses."""
-    if opened.is_reward_model:
+def refuse_scorer(opened: LoadedModel) -> None:
+    """Raise ``ModelError`` if a model was trained to score texts, not to write them."""
+    if opened.gives_scores:
+        what = "reward model scores responses" if opened.classes is None else "classifier labels"
         raise ModelError(
-            f"{opened.folder}: a reward model scores responses and was not trained to write any; "
-            "score those of a file with `surefoot predict`"
+            f"{opened.folder}: a {what} and was not trained to write any; score those of a file "
+            "with `surefoot predict`"
         )
 
 
@@ -317,14 +327,19 @@ class ModelFolders:
         return tuple(folder for folder in folders if folder is not None)
 
     @property
-    def is_reward(self) -> bool:
-        """Whether the model was trained to give rewards; see ``LoadedModel.is_reward_model``."""
-        return gives_rewards(self.recipe, self.all)
+    def gives_scores(self) -> bool:
+        """Whether the model was trained to score texts; see ``LoadedModel.gives_scores``."""
+        return gives_scores(self.recipe, self.all)
 
     @property
-    def is_reward_run(self) -> bool:
-        """Whether Surefoot trained it to give rewards."""
-        return self.recipe is not None and self.recipe.stage.spec.is_reward
+    def is_scorer_run(self) -> bool:
+        """Whether Surefoot trained it to score texts."""
+        return self.recipe is not None and self.recipe.stage.spec.gives_scores
+
+    @property
+    def classes(self) -> Classes | None:
+        """What the numbers of its head mean, if they are logits of classes."""
+        return classes_of(self.recipe, self.all)
 
     @property
     def global_batch_size(self) -> int | None:
@@ -354,11 +369,18 @@ def _tokens_of(
     return tokenizer, load_template("auto", tokenizer) if saved_source(tokenizer) else None
 
 
-def gives_rewards(recipe: Recipe | RunParts | None, folders: Sequence[Path]) -> bool:
-    """Whether a model in ``folders``, by the ``recipe`` of its run, gives rewards."""
+def gives_scores(recipe: Recipe | RunParts | None, folders: Sequence[Path]) -> bool:
+    """Whether a model in ``folders``, by the ``recipe`` of its run, scores texts."""
     if recipe is not None:
-        return recipe.stage.spec.is_reward
+        return recipe.stage.spec.gives_scores
     return any(is_sequence_classification(folder) for folder in folders)
+
+
+def classes_of(recipe: Recipe | RunParts | None, folders: Sequence[Path]) -> Classes | None:
+    """The classes that it tells apart; None of any other model."""
+    if recipe is not None:
+        return recipe.stage.classes
+    return next((each for each in map(classes_in, folders) if each is not None), None)
 
 
 T = TypeVar("T")

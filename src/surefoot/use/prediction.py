@@ -16,10 +16,19 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from ..batch import SCORES, Features
-from ..data.example import BrokenRow, Dropped, Example, Truncated, unread_in, unread_line
+from ..data.example import (
+    BrokenRow,
+    Dropped,
+    Example,
+    Truncated,
+    items_of,
+    unread_in,
+    unread_line,
+)
 from ..data.rows.catalog import Catalog
 from ..data.rows.rows import Reading, form_of, read_examples
 from ..data.section import DataSection
+from ..data.text.classification import encode_inputs
 from ..data.text.codec import Codec
 from ..data.text.collation import collate
 from ..data.text.prompts import Prompt, unread_line_of
@@ -34,7 +43,7 @@ from ..recipe.prediction import Prediction, load
 from ..schema.locations import DatasetReference
 from ..storage import files
 from .conversation import Answer, answer_of, finish_reason, with_thinking
-from .model_loading import LoadedModel, open_predicted, refuse_reward_model
+from .model_loading import LoadedModel, open_predicted, refuse_scorer
 
 # A bar for work of a title and a length: entered, it gives what is called with each advance.
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
@@ -100,7 +109,7 @@ def predict(
 
     Raises ``DataError`` if a prompt leaves no room, or the model supports no conversations.
     """
-    refuse_reward_model(opened)
+    refuse_scorer(opened)
     codec = opened.codec
     if line := unread_line_of(prompts, Reading(codec.reads, sees=codec.media is not None)):
         logger.warning("prompts: %s", line)
@@ -171,7 +180,8 @@ def _refuse_full(
         )
 
 
-Rewards = dict[str, float]  # reward, or reward_chosen and reward_rejected
+# reward, or reward_chosen and reward_rejected; of a classifier predicted and probabilities
+Scores = dict[str, object]
 
 
 def read_responses(path: Path, section: DataSection | None = None) -> list[Example]:
@@ -214,26 +224,28 @@ def score_rows(
     *,
     media_folder: Path | None = None,
     progress: Progress,
-) -> tuple[list[dict[str, object]], list[Rewards]]:
-    """The rows of ``examples``, whose pictures are in ``media_folder``, with their rewards, and
+) -> tuple[list[dict[str, object]], list[Scores]]:
+    """The rows of ``examples``, whose pictures are in ``media_folder``, with their scores, and
     these (see ``score``), by the model that ``path`` and ``overrides``, of which ``prediction`` was
     made, name. Raises as ``open_model`` and ``score`` do."""
+    opened = open_predicted(prediction.model, world, prediction.parallel)
+    opened = opened.reading_from(media_folder)
     for example in examples:
-        if taken := [name for name in _names(example) if name in example.columns]:
+        if taken := [name for name in _names(opened, example) if name in example.columns]:
             raise DataError(
-                f"{example.origin}: the key {taken[0]!r} is used for the reward; give it another "
-                "name"
+                f"{example.origin}: the key {taken[0]!r} is used for what is computed; give it "
+                "another name"
             )
     if unread := unread_in(examples, ()):
         logger.warning("rows: %s", unread_line(unread))
-    opened = open_predicted(prediction.model, world, prediction.parallel)
-    opened = opened.reading_from(media_folder)
     size = load(path, overrides, generate=opened.generate).generate.batch_size
-    count = sum(len(_names(example)) for example in examples)
-    with progress("rewards", count) as advance:
-        rewards = score(opened, examples, batch_size=size, on_scored=advance)
-    rows = [{**e.columns, **scores} for e, scores in zip(examples, rewards, strict=True)]
-    return rows, rewards
+    count = len(examples)
+    if opened.classes is None:
+        count = sum(len(_names(opened, example)) for example in examples)
+    with progress("rewards" if opened.classes is None else "labels", count) as advance:
+        scores = score(opened, examples, batch_size=size, on_scored=advance)
+    rows = [{**e.columns, **each} for e, each in zip(examples, scores, strict=True)]
+    return rows, scores
 
 
 def score(
@@ -242,16 +254,19 @@ def score(
     *,
     batch_size: int,
     on_scored: Callable[[int], None] = lambda _: None,
-) -> list[Rewards]:
+) -> list[Scores]:
     """The reward of each response, in order, on every rank, read at its end token: ``reward``, or
-    ``reward_chosen`` and ``reward_rejected``. ``on_scored`` gets the number of responses of each
-    batch. Raises ``ModelError``: not a reward model; ``DataError``: a response that cannot be
-    encoded within ``data.cutoff_len``."""
+    ``reward_chosen`` and ``reward_rejected``; by a classifier the ``Classes.verdict`` of each text.
+    ``on_scored`` gets the number of responses of each batch. Raises ``ModelError``: it scores
+    nothing; ``DataError``: a response that cannot be encoded within ``data.cutoff_len``."""
     if opened.network.heads.values is None:
-        raise ModelError(f"{opened.folder}: not a reward model; train one with stage: rm")
-    items = list(_encoded(_codec(opened), examples))
+        raise ModelError(
+            f"{opened.folder}: no reward model or classifier; train one with stage: rm or classify"
+        )
+    classes, codec = opened.classes, _codec(opened)
+    items = list(_encoded(codec, examples) if classes is None else _inputs(codec, examples))
     order = sorted(range(len(items)), key=lambda i: -len(items[i]["input_ids"]))
-    rewards = dict[int, float]()
+    values_of = dict[int, Any]()  # a number, or a list of them
     with opened.network.evaluating():
         for start in range(0, len(order), batch_size):
             group = order[start : start + batch_size]
@@ -262,10 +277,12 @@ def score(
             batch = batch.to(device())
             values = opened.network.forward(batch, SCORES).values
             assert values is not None
-            rewards |= zip(group, values.double().tolist(), strict=True)
+            values_of |= zip(group, values.double().tolist(), strict=True)
             on_scored(len(group))
-    each = iter(rewards[i] for i in range(len(items)))
-    return [{name: next(each) for name in _names(example)} for example in examples]
+    if classes is not None:
+        return [classes.verdict(values_of[i]) for i in range(len(items))]
+    each = iter(values_of[i] for i in range(len(items)))
+    return [{name: next(each) for name in _names(opened, example)} for example in examples]
 
 
 def _codec(opened: LoadedModel) -> Codec:
@@ -276,8 +293,18 @@ def _codec(opened: LoadedModel) -> Codec:
     return opened.codec.with_section(replace(opened.codec.section, cutoff_len=limit))
 
 
-def _names(example: Example) -> Sequence[str]:
+def _names(opened: LoadedModel, example: Example) -> Sequence[str]:
+    if opened.classes is not None:
+        return ("predicted", "probabilities")
     return ("reward",) if example.chosen is None else ("reward_chosen", "reward_rejected")
+
+
+def _inputs(codec: Codec, examples: Sequence[Example]) -> Iterator[Features]:
+    """What a classifier reads of each row, as in training."""
+    for example, outcome in zip(examples, encode_inputs(examples, codec), strict=True):
+        if isinstance(outcome, Dropped):
+            raise DataError(f"{example.origin}: cannot be classified: {outcome.reason}")
+        yield items_of(outcome)[-1]
 
 
 def _encoded(codec: Codec, examples: Sequence[Example]) -> Iterator[Features]:

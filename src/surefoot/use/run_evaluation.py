@@ -18,7 +18,7 @@ from ..checkpoint.disk.commit import named
 from ..data.example import Dropped, Example, Truncated
 from ..data.media.files import seen_in
 from ..data.text.ranking import answered
-from ..data.text.templates import section_template
+from ..data.text.templates import optional_template, section_template
 from ..errors import CheckpointError, ModelError, RunError, counted, installation
 from ..generate.generation import Ids, Sample, room
 from ..generate.responses import Decode, decoder, pictures_of
@@ -35,7 +35,7 @@ from ..storage.files import make_folder, raising, write_aside
 from ..storage.remote import Address
 from ._model_location import locate
 from .evaluation import HeldOut, auxiliary_columns, held_out, measure, num_batches, staying
-from .model_loading import PLAINLY, LoadedModel, open_start, open_to_measure, refuse_reward_model
+from .model_loading import PLAINLY, LoadedModel, open_start, open_to_measure, refuse_scorer
 from .prediction import Output, Progress, respond
 
 BASE = "base"
@@ -205,15 +205,16 @@ def adopt(opened: LoadedModel, recipe: Recipe) -> tuple[LoadedModel, RunParts]:
     """``opened`` with the recipe's settings, and the parts of the recipe around it; with its
     template, too, if the model has none. Raises ``RecipeError`` if ``data.cutoff_len`` is more than
     the model has positions."""
-    if not recipe.stage.spec.is_reward:
-        refuse_reward_model(opened)
+    if not recipe.stage.spec.gives_scores:
+        refuse_scorer(opened)
     folder = Path(opened.inner.name_or_path)
     recipe = replace(recipe, data=fitted_data(recipe.data, opened.inner.config, folder))
     template = opened.template
     if not recipe.stage.uses_template:
         template = None
     elif template is None:
-        template = section_template(recipe.data, opened.tokenizer)
+        template_of = optional_template if recipe.stage.reads_texts else section_template
+        template = template_of(recipe.data, opened.tokenizer)
     adopted = replace(opened, recipe=recipe, template=template)
     if not recipe.stage.reads_pictures:
         adopted = replace(adopted, media=None, why_text=why_text())
@@ -277,7 +278,7 @@ def _evaluate(
             on_batch=lambda: advance(1),
         )
     answers: list[Generation] = []
-    if parts.stage.uses_template and not parts.stage.spec.is_reward:
+    if parts.stage.uses_template and not parts.stage.spec.gives_scores:
         with progress(f"{source.name}: answers", count) as advance:
             answers = generations(opened, parts, source.examples, on_answered=advance)
     return DatasetResult(source.name, count, metrics, answers)

@@ -134,13 +134,13 @@ _OUTPUT, _INPUT = "lm_head.weight", "embed_tokens.weight"
 
 def as_language_model(source: TensorSource, folder: Path) -> TensorSource:
     """The weights under the names of the language model, without ``score``. Its output embeddings,
-    which a reward does not need, are those of the input. Raises ``ModelError`` for a classifier of
-    several classes, or an architecture of other names."""
+    which a score does not need, are those of the input. Raises ``ModelError`` for an architecture
+    of other names."""
     shapes = source.shapes()
-    if shapes.get(SCORE, (0,))[0] != 1:
+    if SCORE not in shapes:
         raise ModelError(
-            f"{folder}: a sequence classification without one {SCORE}, so it is no reward model; "
-            "name a language model, or a classifier of one label"
+            f"{folder}: a sequence classification without {SCORE}, whose head has another form; "
+            "name a language model, or a classifier with a linear head"
         )
     names = {name: name for name in shapes if name != SCORE}
     if _OUTPUT in names:
@@ -149,6 +149,6 @@ def as_language_model(source: TensorSource, folder: Path) -> TensorSource:
     if input_embeddings is None:
         raise ModelError(
             f"{folder}: a sequence classification whose input embeddings have another name than "
-            f"{_INPUT}, which cannot be opened as a reward model"
+            f"{_INPUT}, which cannot be opened as a language model with a head"
         )
     return Renamed(source, {**names, _OUTPUT: input_embeddings})

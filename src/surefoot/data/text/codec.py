@@ -211,6 +211,28 @@ class Codec:
             for text, tokens in zip(texts, encoded, strict=True)
         ]
 
+    def encode_texts(self, texts: Sequence[str]) -> list[Encoded]:
+        """Each text as the tokenizer encodes it by itself, truncated to ``cutoff_len``; no label
+        is set."""
+        with self._lock:
+            tokenization, (head, tail) = self._documents[0], self._around
+        marked = [
+            RenderedText(tokenization.protect(t), tokenization.spells_control(t)) for t in texts
+        ]
+        room = self.section.longest - len(head) - len(tail)
+        outcomes: list[Encoded] = []
+        for tokens in tokenization.encode(marked):
+            ids = [*head, *tokens.ids[:room], *tail]
+            item: Features = {"input_ids": ids, "labels": [IGNORE_INDEX] * len(ids)}
+            if not tokens.ids or room < 1:
+                outcomes.append(NO_TEXT if room > 0 else NO_ROOM)
+            elif len(tokens.ids) > room:
+                is_dropped = self.section.on_too_long == "drop"
+                outcomes.append(TOO_LONG if is_dropped else Truncated([item]))
+            else:
+                outcomes.append([item])
+        return outcomes
+
     def encode_ids(self, example: Example, *, in_pieces: bool = False) -> Encoded | None:
         """A row of token ids: truncated to ``cutoff_len``, or ``in_pieces`` of it; None for another
         row. Raises ``DataError``: an id is not in the vocabulary."""
@@ -545,6 +567,15 @@ class Codec:
         first = self.tokenizer("a", add_special_tokens=True)["input_ids"][:1]
         head = first if first == [self.tokenizer.bos_token_id] else []
         return Tokenization(self.tokenizer, self._ends), head, [self.tokenizer.eos_token_id]
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """The ids that the tokenizer adds before and after a text."""
+        full, bare = (
+            self.tokenizer("a", add_special_tokens=adds)["input_ids"] for adds in (True, False)
+        )
+        start = next(i for i in range(len(full)) if full[i : i + len(bare)] == bare)
+        return full[:start], full[start + len(bare) :]
 
     @cached_property
     def _ends(self) -> set[str]:

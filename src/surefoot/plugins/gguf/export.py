@@ -67,8 +67,10 @@ def write_model(parts: ModelFolders, target: Path, quantize: str, progress: Prog
     damaged or missing, or the disk fails."""
     beside, where = modelfile_of(target), str(parts.folder)
     refuse_existing(target, beside, receipt_path(target))
-    if parts.is_reward_run or any(is_sequence_classification(folder) for folder in parts.all):
-        raise ModelError(f"{where}: is a reward model; GGUF is for models that write text")
+    if parts.is_scorer_run or any(is_sequence_classification(folder) for folder in parts.all):
+        raise ModelError(
+            f"{where}: is a reward model or classifier; GGUF is for models that write text"
+        )
     source, small = whole_model(parts)
     config = config_of(small, where)
     row = architecture_of(config, where)

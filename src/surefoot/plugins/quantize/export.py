@@ -63,8 +63,10 @@ def _quantized(
 ) -> tuple[QuantizedSource, dict[str, bytes], LinearLayers]:
     """The tensors to write, the small files beside them, and the layers that are quantized."""
     where = str(parts.folder)
-    if parts.is_reward:
-        raise ModelError(f"{where}: is a reward model; only models that write text are quantized")
+    if parts.gives_scores:
+        raise ModelError(
+            f"{where}: is a reward model or classifier; only models that write text are quantized"
+        )
     whole, small = whole_model(parts, dtype=dtype)
     model = meta_model(parts.model, False, parts.reading)
     layers = find_linear_layers(model, whole.shapes(), where)

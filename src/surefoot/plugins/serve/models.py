@@ -363,12 +363,12 @@ class Models:
 
 
 def _find_writer(path: str, base: str | Path | None) -> ModelFolders:
-    """The folders of a model. Raises ``ModelError`` if it gives rewards, not responses."""
+    """The folders of a model. Raises ``ModelError`` if it scores texts and writes none."""
     parts = find_parts(path, base=base)
-    if parts.is_reward:
+    if parts.gives_scores:
         raise ModelError(
-            f"{parts.folder}: a reward model writes no responses; score those of a file with "
-            "`surefoot predict`"
+            f"{parts.folder}: a reward model or classifier writes no responses; score those of a "
+            "file with `surefoot predict`"
         )
     return parts
 

@@ -186,7 +186,8 @@ class _Reader:
         if items_of(outcome):
             dataset.usable.append(row_number)
         stage = self._parts.stage
-        needs_response = stage.uses_template and not stage.max_new_tokens
+        is_answered = stage.uses_template and not stage.reads_texts
+        needs_response = is_answered and not stage.max_new_tokens
         for oddity in oddities(example, self._special_tokens, needs_response=needs_response):
             figures.odd.setdefault(oddity, CountedRows()).add(example.origin)
         if self._num_shown:

@@ -1,5 +1,6 @@
-"""A reward model for other tools: transformers' sequence classification with ``score``, which vLLM
-and OpenRLHF read too, or a language model with ``v_head``, as TRL and LLaMA-Factory have it."""
+"""A reward model, or a classifier, for other tools: transformers' sequence classification with
+``score``, which vLLM and OpenRLHF read too, or a language model with ``v_head``, as TRL and
+LLaMA-Factory have it."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from safetensors.torch import save
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
+from ...batch import Classes
 from ...checkpoint.converting.targets import RewardHead
 from ...checkpoint.layouts.opening import SCORE, open_role
 from ...checkpoint.sources import JoinedSource, Renamed, TensorSource, read_whole
@@ -30,7 +32,7 @@ def head_of(parts: ModelFolders, kind: RewardHead) -> TensorSource | None:
     the values of ``stage: ppo``, only as ``v_head``. None if there is none, or, with a warning, if
     it is omitted."""
     head = open_role(parts.folder, _FILE)
-    if head is None or parts.is_reward_run or kind == "v_head":
+    if head is None or parts.is_scorer_run or kind == "v_head":
         return head
     logger.warning(
         "%s: its %s is not exported: the files of a language model have none; --reward-head v_head "
@@ -42,26 +44,33 @@ def head_of(parts: ModelFolders, kind: RewardHead) -> TensorSource | None:
 
 
 def as_sequence_classification(
-    source: TensorSource, head: TensorSource, model: PreTrainedModel
+    source: TensorSource,
+    head: TensorSource,
+    model: PreTrainedModel,
+    classes: Classes | None = None,
 ) -> tuple[TensorSource, dict[str, object]]:
     """``source``, the weights of the language model ``model`` (on the meta device), with the head
-    ``score`` in place of its output embeddings, and the changes of config.json. Opens with
-    ``AutoModelForSequenceClassification``. Raises ``ModelError`` if transformers has none for it.
-    """
+    ``score`` in place of its output embeddings, and the changes of config.json: the names of
+    ``classes``, or of one label for a reward. Opens with ``AutoModelForSequenceClassification``.
+    Raises ``ModelError`` if transformers has none for it."""
     classifier = sequence_classification_of(model)
     tied = set(classifier.all_tied_weights_keys)
-    names = {name for name, _ in classifier.named_parameters(remove_duplicate=False)}
-    expected_names = names - tied - {SCORE}  # the score of a base is replaced
+    own = {name for name, _ in classifier.named_parameters(remove_duplicate=False)}
+    expected_names = own - tied - {SCORE}  # the score of a base is replaced
     present = {name: name for name in source.shapes() if name in expected_names}
     if missing := sorted(expected_names - present.keys()):
         raise _unknown(model, f"{type(classifier).__name__} has other tensors ({missing[0]})")
     score = Renamed(head, {SCORE: f"{_FILE}.weight"})
+    names = ("LABEL_0",) if classes is None else classes.names
     changes: dict[str, object] = {
         "architectures": [type(classifier).__name__],
         # transformers takes the number of labels, and so of outputs, from this.
-        "id2label": {"0": "LABEL_0"},
-        "label2id": {"LABEL_0": 0},
+        "id2label": {str(i): name for i, name in enumerate(names)},
+        "label2id": {name: i for i, name in enumerate(names)},
     }
+    if classes is not None:
+        kind = "multi" if classes.is_multi_label else "single"
+        changes["problem_type"] = f"{kind}_label_classification"
     return JoinedSource([("", Renamed(source, present)), ("", score)]), changes
 
 
@@ -83,8 +92,14 @@ def sequence_classification_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def v_head_file(head: TensorSource) -> dict[str, bytes]:
-    """The head in a file of its own beside the language model, with a bias of 0."""
+    """The head in a file of its own beside the language model, with a bias of 0. Raises
+    ``ModelError``: it gives more than one number."""
     weight = read_whole(head, f"{_FILE}.weight")
+    if len(weight) > 1:
+        raise ModelError(
+            f"--reward-head v_head: it stores one number, and this head scores {len(weight)} "
+            "classes; leave the option away"
+        )
     tensors = {"v_head.summary.weight": weight, "v_head.summary.bias": weight.new_zeros(1)}
     return {f"{_FILE}.safetensors": save(tensors)}
 

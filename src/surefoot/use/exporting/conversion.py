@@ -344,7 +344,8 @@ def unloaded_weights(parts: ModelFolders) -> TensorSource | None:
 def _scored(
     parts: ModelFolders, whole: MergedModel, head: TensorSource, trust_remote_code: bool
 ) -> MergedModel:
-    """A reward model as sequence classification, which pads with a token that ends nothing."""
+    """A reward model or classifier as sequence classification, which pads with a token that ends
+    nothing."""
     tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=trust_remote_code)
     stops = stop_token_ids(tokenizer)
     pad = tokenizer.pad_token_id
@@ -354,14 +355,13 @@ def _scored(
     if pad is None or pad in stops:
         logger.warning(
             "%s: its tokenizer pads with %s, which transformers could not tell from the end token "
-            "of a response, so config.json names no pad token: transformers scores one response at "
-            "a time",
+            "of a text, so config.json names no pad token: transformers scores one text at a time",
             parts.tokenizer,
             "nothing" if pad is None else repr(tokenizer.pad_token),
         )
         pad = None
     model = meta_model(parts.model, trust_remote_code, parts.reading)
-    source, changes = as_sequence_classification(whole.source, head, model)
+    source, changes = as_sequence_classification(whole.source, head, model, parts.classes)
     changes = {**whole.changes, **changes, "pad_token_id": pad}
     return MergedModel(source, changes, whole.stop_token_ids)
 

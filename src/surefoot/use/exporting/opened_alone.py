@@ -95,7 +95,7 @@ def read_alone(target: Path, artefact: Artefact, parts: ModelFolders) -> ReadAlo
             return ReadAlone(0, 0, [f"transformers opens no tokenizer in it: {first_line(error)}"])
     examples = list(_examples(parts))
     num_prompts, differences = _compare_prompts(alone, codec, examples)
-    if not parts.is_reward:
+    if not parts.gives_scores:
         ends = set(alone.ends())
         missing = [token for token in codec.stop_token_ids if token not in ends]
         names = codec.tokenizer.convert_ids_to_tokens(missing)

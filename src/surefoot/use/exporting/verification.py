@@ -111,7 +111,7 @@ def verify_export(
     path, reading = ModelPath(parts.folder), parts.reading
     opened = open_predicted(PredictModel(path=path, base=base, reading=reading, dtype="float32"))
     probes = probes_of(opened)
-    if parts.is_reward:
+    if parts.gives_scores:
         rewards = rewards_of(opened, probes)
     else:
         logps = logps_of(opened.model, probes)
@@ -122,9 +122,9 @@ def verify_export(
     # the code that wrote the artefact. To compare tensors by our own reader would prove only that
     # it understands our writer.
     model = _open_artefact(artefact_path, receipt.artefact)
-    if parts.is_reward:
+    if parts.gives_scores:
         actual = artefact_rewards(model, _v_head_of(artefact_path), probes)
-        result = compare_rewards(receipt.artefact, actual, rewards)
+        result = compare_rewards(receipt.artefact, actual, rewards, len(probes))
     else:
         result = compare_texts(receipt.artefact, probes, logps_of(model, probes), logps)
     readers = [f"{name} {importlib.metadata.version(name)}" for name in packages]
@@ -252,7 +252,7 @@ def probes_of(opened: LoadedModel) -> Sequence[Probe]:
         for prompt, response in pairs
     ]
     try:
-        if opened.template is None and not opened.is_reward_model:
+        if opened.template is None and (opened.classes or not opened.gives_scores):
             raise TemplateError("it has no template")
         probes = [
             [int(i) for i in up_to_last_label(outcome[-1])["input_ids"]]
@@ -260,7 +260,7 @@ def probes_of(opened: LoadedModel) -> Sequence[Probe]:
             if isinstance(outcome, list | tuple)  # neither dropped nor truncated
         ]
     except TemplateError as error:
-        if opened.is_reward_model:
+        if opened.gives_scores and opened.classes is None:
             raise ModelError(f"{opened.folder}: no rewards can be compared: {error}") from None
         texts = [opened.continuation(" ".join(pair)) for pair in pairs]
         probes = [ids for ids in texts if len(ids) <= limit]
@@ -335,7 +335,7 @@ def compare_texts(
 
 
 def rewards_of(opened: LoadedModel, probes: Sequence[Probe]) -> list[float]:
-    """Of a checkpoint of a reward model."""
+    """Of a checkpoint of a reward model, or of a classifier the logits of all classes."""
     rewards = []
     with opened.network.evaluating():
         for ids in probes:
@@ -343,7 +343,7 @@ def rewards_of(opened: LoadedModel, probes: Sequence[Probe]) -> list[float]:
             batch = collate([item], packing=False).to(device())
             values = opened.network.forward(batch, SCORES).values
             assert values is not None
-            rewards += values.double().tolist()
+            rewards += values.double().flatten().tolist()
     return rewards
 
 
@@ -355,26 +355,29 @@ def artefact_rewards(model: Any, head: torch.Tensor | None, probes: Sequence[Pro
     for ids in probes:
         inputs = torch.tensor([ids], device=device())
         if head is None:
-            rewards.append(model(input_ids=inputs).logits[0, 0].item())
+            rewards += model(input_ids=inputs).logits[0].tolist()
         else:
             states_TD = model.get_decoder()(input_ids=inputs).last_hidden_state[0]
             rewards.append((states_TD[-1].float() @ head[0].to(states_TD.device)).item())
     return rewards
 
 
+_SCORES = ("rewards", "logits")  # of one label, and of several classes
+
+
 def compare_rewards(
-    artefact: Artefact, actual: Sequence[float], expected: Sequence[float]
+    artefact: Artefact, actual: Sequence[float], expected: Sequence[float], num_probes: int
 ) -> OutputComparison:
-    """The rewards of both. A reward is a logit, so its bound is that of losses; of large ones,
-    relative to them."""
+    """The rewards of both, or the logits of classes. A reward is a logit, so its bound is that of
+    losses; of large ones, relative to them."""
     largest = _largest(expected)
     worst = _largest([a - e for a, e in zip(actual, expected, strict=True)])
     bound = bound_of(artefact) * max(1.0, largest)
     text = (
-        f"the rewards of {len(actual)} fixed conversations, up to {largest:.3f}, differ by at most "
-        f"{worst:.5f} (bound {bound:g})"
+        f"the {_SCORES[len(actual) > num_probes]} of {num_probes} fixed conversations, up to "
+        f"{largest:.3f}, differ by at most {worst:.5f} (bound {bound:g})"
     )
-    figures = {"num_probes": len(actual), "largest": largest, "difference": worst}
+    figures = {"num_probes": num_probes, "largest": largest, "difference": worst}
     return OutputComparison(figures, worst, bound, text)
 
 

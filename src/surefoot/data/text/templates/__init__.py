@@ -123,6 +123,13 @@ def section_template(section: DataSection, tokenizer: PreTrainedTokenizerBase) -
     return load_template(section.template, tokenizer, arguments, section.tool_format)
 
 
+def optional_template(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> Template | None:
+    """The same; None if it is to be the tokenizer's, which has none."""
+    if section.template == AUTO and saved_source(tokenizer) is None:
+        return None
+    return section_template(section, tokenizer)
+
+
 def _named(name: str, tokenizer: PreTrainedTokenizerBase, tool_format: str | None) -> Template:
     template = find_bundled(name, tool_format)
     if template is None:

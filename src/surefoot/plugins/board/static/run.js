@@ -12,6 +12,7 @@ import { samples } from "./samples.js";
 const TABS = { curves: "Curves", samples: "Samples", checkpoints: "Checkpoints", log: "Log", recipe: "Recipe" };
 const LOOK = 500; // milliseconds
 const HIDDEN = new Set(["epoch", "num_input_tokens_seen", "elapsed", "step"]);
+const CONFUSION = /^(eval_.*?)confusion\/(.*)\/(.*)$/; // how often one class is predicted as another
 const FIRST = ["loss", "learning_rate", "grad_norm", "tokens_per_second", "peak_memory", "save_blocking_seconds"];
 const LABELS = {
   loss: "Loss", learning_rate: "Learning rate", grad_norm: "Gradient norm", tokens_per_second: "Tokens per second",
@@ -100,7 +101,7 @@ export async function page(body, { run, tab = "curves" }) {
     const stored = JSON.parse(localStorage.getItem("curves") || "{}");
     const view = { log: false, half: 0, range: null, ...stored, range: null };
     const charts = new Map();
-    const grid = h("div.charts");
+    const grid = h("div.charts"), below = h("div");
     const keep = () => localStorage.setItem("curves", JSON.stringify({ log: view.log, half: view.half }));
     const log = h("button", { "aria-pressed": String(view.log), onclick: () => { view.log = !view.log; log.setAttribute("aria-pressed", view.log); keep(); draw(); } }, t("Log scale"));
     const slider = h("input", { type: "range", min: 0, max: 6, step: 1, value: view.half ? Math.log2(view.half) + 1 : 0, "aria-label": t("Smoothing"), oninput: (e) => { view.half = Number(e.target.value) ? 2 ** (e.target.value - 1) : 0; keep(); fetchAll(); } });
@@ -113,7 +114,7 @@ export async function page(body, { run, tab = "curves" }) {
     }
     replace(content, h("div.row", {}, log, h("label.row.soft", {}, t("Smoothing"), slider), h("div.grow"), whole,
       h("span.soft.small", {}, t("Drag, or + and −, to zoom; arrow keys to move; 0 to show all.")), h("label.row.soft.writes", {}, t("Step"), step),
-      h("button.writes", { title: t("Also by a click on a point of the loss"), onclick: () => { if (step.value) rowsOf(step.value); } }, t("Rows of this step"))), rows, grid);
+      h("button.writes", { title: t("Also by a click on a point of the loss"), onclick: () => { if (step.value) rowsOf(step.value); } }, t("Rows of this step"))), rows, grid, below);
     let isBusy = false, isStale = false, found = {};
 
     function zoom(low, high) {
@@ -141,7 +142,7 @@ export async function page(body, { run, tab = "curves" }) {
     }
 
     function groups() {
-      const names = Object.keys(found);
+      const names = Object.keys(found).filter((name) => !CONFUSION.test(name));
       const of = new Map();
       for (const name of names) {
         const base = name.startsWith("eval_") && found[name.slice(5)] ? name.slice(5) : name;
@@ -151,7 +152,18 @@ export async function page(body, { run, tab = "curves" }) {
       return [...of].sort(([a], [b]) => rank(a) - rank(b) || a.localeCompare(b));
     }
 
+    function confusions() {
+      const tables = {};
+      for (const name of Object.keys(found)) {
+        const [, of, truth, predicted] = CONFUSION.exec(name) || [];
+        if (of) ((tables[of] ??= {})[truth] ??= {})[predicted] = found[name].values.at(-1);
+      }
+      return Object.entries(tables).map(([of, rows]) => h("div.panel", {}, h("h2", {}, `${t("Confusions at the last evaluation")} ${of.slice(5, -1)}`),
+        table([[t("true ↓ predicted →")], ...Object.keys(rows).map((name) => [name, "num"])], Object.entries(rows).map(([truth, counts]) => [truth, ...Object.keys(rows).map((name) => String(counts[name] ?? ""))]))));
+    }
+
     function draw() {
+      replace(below, ...confusions());
       const all = groups();
       if (!all.length) { replace(grid, h("div.empty", { style: { gridColumn: "1 / -1" } }, t("No metrics yet. The first line is written at the first log (train.log_steps)."))); return; }
       if (!charts.size) replace(grid);

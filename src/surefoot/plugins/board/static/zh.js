@@ -222,6 +222,8 @@ export const ZH = {
   "{n} did not start": "{n} 个未能启动",
   "Delete": "删除",
   "Rows of this step": "此步的数据行",
+  "Confusions at the last evaluation": "最近一次评估的混淆矩阵",
+  "true ↓ predicted →": "真实 ↓ 预测 →",
   "Also by a click on a point of the loss": "也可点击损失曲线上的点",
   "Stop the run": "停止运行",
   "Train the demo": "训练演示模型",
