@@ -42,6 +42,7 @@ ALONE = {
     "SFT": "loss_type label_smoothing_factor",
     "DPO": "beta loss_type losses label_smoothing gamma ld_alpha sft_weight reference",
     "RM": "center_rewards_coefficient use_margins",
+    "Classify": "labels multi_label label_column label_weights label_smoothing_factor focal_gamma",
     "KTO": "beta loss_type desirable_weight undesirable_weight reference precompute_reference",
     "OnPolicy": "reward reward_timeout on_reward_error passes mini_batches reference "
     "max_new_tokens temperature sampling_batch_size sampler",

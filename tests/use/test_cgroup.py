@@ -11,7 +11,7 @@ from project import Project, in_child, losses, model_folder
 from surefoot.recipe.recipe import load
 from surefoot.run.training_run import run
 from surefoot.storage.memory import free_memory
-from surefoot.use.estimate.plan import choose_micro_batch_size
+from surefoot.use.estimate.plan import choose_settings
 
 ROOTS = [Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")]
 LIMITS = {ROOTS[0]: "memory.limit_in_bytes", ROOTS[1]: "memory.max"}
@@ -53,7 +53,7 @@ def test_an_automatic_size_stays_within_the_limit_of_a_container(cgroup, tmp_pat
             cgroup.write_text(str(os.getpid()))
             assert free_memory() <= LIMIT
             changes = [f"train.micro_batch_size={size}", f"train.output_dir={tmp_path / folder}"]
-            run(load(made.recipe, changes), choose=choose_micro_batch_size)
+            run(load(made.recipe, changes), choose=choose_settings)
 
         return in_child(work)
 
