@@ -144,7 +144,8 @@ def test_an_empty_file_lists_the_sections_that_must_be_there(recipe_file):
     assert refused(recipe_file("")).splitlines() == [
         "recipe.yaml:1:1 model: missing; expected a section with path",
         "recipe.yaml:1:1 data: missing; expected a section with datasets",
-        "recipe.yaml:1:1 stage: missing; expected one of pt, sft, dpo, rm, kto, grpo, ppo, distill, classify",
+        "recipe.yaml:1:1 stage: missing; expected one of pt, sft, dpo, rm, kto, grpo, ppo, "
+        "distill, classify",
         "recipe.yaml:1:1 train: missing; expected a section with output_dir",
     ]
 
