@@ -26,17 +26,17 @@ KINDS = {
 MORE = {  # for the tests that look for them
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "olmo2": {},
     "phi3": {},
     "starcoder2": {},  # its norms compute in the type of the weights, not in float32
 }
+WITH_SINKS = {"gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2}}
 
 
 def model(kind="llama", *, attention=None, dtype=torch.float32, **changes):
     """A random model of ``kind``; the same seed gives the same weights."""
     torch.manual_seed(0)
-    settings = {"model_type": kind, **SIZES, **(KINDS | MORE)[kind], **changes}
+    settings = {"model_type": kind, **SIZES, **(KINDS | MORE | WITH_SINKS)[kind], **changes}
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    attention = attention or ("eager" if kind == "gemma2" else "sdpa")
+    attention = attention or ("eager" if kind in ("gemma2", "gpt_oss") else "sdpa")
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(dtype).eval()

@@ -24,7 +24,7 @@ def test_a_manifest_of_16384_ranks_is_small(mesh):
     found = benchmark.measured(mesh, 0)
     assert found["bytes"] < 10_000_000
     assert found["objects"] == 3 * 16_384 + 1  # weights, optimizer and hash list of each rank
-    assert found["list"] < 400_000
+    assert found["list"] < 500_000  # of 250 MB, with a hash for each 64 KiB
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
