@@ -72,6 +72,7 @@ def test_metrics_of_all_examples_are_those_of_one_rank(tmp_path):
             held=examples_of("classify", 11, seed=6),
             train={"global_batch_size": 4, "micro_batch_size": 2, "eval_steps": 9},
             dtype=torch.float64,
+            packing=True,
             **({"parallel": parallel} if parallel else {}),
         )
         learn(made, 2)
@@ -80,8 +81,9 @@ def test_metrics_of_all_examples_are_those_of_one_rank(tmp_path):
     expected = measured(ALONE)
     assert {"accuracy", "f1_macro", "auc", "confusion/small/huge"} <= expected.keys()
     assert sum(n for name, n in expected.items() if name.startswith("confusion/")) == 11
-    for found in ranks.run(2, lambda w: measured(w, dp_replicate=2), dp_replicate=2):
-        assert found == pytest.approx(expected, rel=1e-9)
+    for mesh in ({"dp_replicate": 2}, {"dp_shard": 2, "cp": 2}):
+        for found in ranks.run(2, lambda world, mesh=mesh: measured(world, **mesh), **mesh):
+            assert found == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", some(STAGES, WITHOUT))

@@ -144,6 +144,13 @@ class World:
         return self.size_along(*DATA_AXES) // self.cp
 
     @property
+    def is_first_of_share(self) -> bool:
+        """Whether this is the first rank that has its share of the examples: of ranks that divide
+        the model, or a row, each knows the same of an example, which counts once."""
+        is_first = self.row_group is None or self.row_group.rank == 0
+        return is_first and self.is_first_of(*DATA_AXES)
+
+    @property
     def num_local_ranks(self) -> int:
         """The number of ranks of this machine, as far as the launcher tells."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.size)) if self.size > 1 else 1
@@ -175,8 +182,7 @@ class World:
 
     def summed(self, values: torch.Tensor) -> torch.Tensor:
         """The same for values on a device, without waiting for them."""
-        is_first = self.row_group is None or self.row_group.rank == 0
-        once = values if is_first and self.is_first_of(*DATA_AXES) else torch.zeros_like(values)
+        once = values if self.is_first_of_share else torch.zeros_like(values)
         return self._reduced(once, dist.ReduceOp.SUM)
 
     def totals(self, values: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,6 @@ from ..errors import RunError
 from ..model.loading import device
 from ..network.network import Network
 from ..parallel.progress import wait_for_ranks
-from ..parallel.sharding import DATA_AXES
 from ..parallel.world import World
 from .callback import Callbacks, PolicyVersion, TrainerState
 from .context import NetworkContext
@@ -103,8 +102,7 @@ class Evaluation:
     def _summary(self, judged: Sequence[torch.Tensor]) -> Mapping[str, float]:
         """The metrics of all examples together, from those of each rank."""
         here = [wait_for_ranks(rows.cpu).numpy() for rows in judged]
-        # ranks that share the weights of a replica have computed the same examples
-        parts = self.world.gathered(here if self.world.is_first_of(*DATA_AXES) else [])
+        parts = self.world.gathered(here if self.world.is_first_of_share else [])
         rows = [rows_EX for part in parts for rows_EX in part]
         if not rows:
             return {}
