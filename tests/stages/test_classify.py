@@ -115,6 +115,17 @@ def test_metrics_are_those_of_scikit_learn():
     assert [[found[f"confusion/{a}/{b}"] for b in NAMES] for a in NAMES] == table.tolist()
 
 
+def test_names_with_a_slash_have_confusions_of_their_own():
+    """Of one of them, ``a/b`` and ``c``, the name would be that of ``a`` and ``b/c``."""
+    names = ("a", "a/b", "c", "b/c")
+    made = Classify(labels=names)
+    rows = np.concatenate([np.arange(4.0)[:, None], np.eye(4)], 1)  # each is right
+    found = {n: v for n, v in made.summary(rows).items() if n.startswith("confusion/")}
+    assert len(found) == 16
+    assert all(name.count("/") == 2 for name in found)  # the board finds both names
+    assert sum(found.values()) == 4
+
+
 def test_metrics_of_several_labels_are_those_of_scikit_learn():
     metrics = pytest.importorskip("sklearn.metrics")
     random, made = np.random.default_rng(4), stage(multi_label=True)
@@ -152,6 +163,14 @@ def test_a_label_is_a_name_or_its_number_and_a_list_may_be_json():
     ]
     outcomes = encoded(stage(multi_label=True), [["praise", 0], '["exchange"]', []], None, "labels")
     assert [item["classes"] for (item,) in outcomes] == [[1, 0, 1], [0, 1, 0], [0, 0, 0]]
+
+
+def test_where_labels_are_numbers_a_row_has_their_names():
+    """The third of 1, 2 and 3 is no 2, and 0 is none of them."""
+    made = Classify(labels=("1", "2", "3"))
+    assert [item["classes"] for (item,) in encoded(made, [1, "3", 2.0])] == [[0], [2], [1]]
+    with pytest.raises(DataError, match=r"d:0: the label 0 is none of stage.classify.labels: 1, 2"):
+        encoded(made, [0])
 
 
 def test_a_label_that_is_unknown_is_named_with_its_row_and_a_missing_one_is_counted():

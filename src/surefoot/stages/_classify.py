@@ -45,7 +45,8 @@ class Classify(Stage):
 
     labels: Annotated[tuple[str, ...], KEPT]
     """The names of the classes, in the order of the head's numbers. Exported models have them as
-    ``id2label``. A row may have the number of one, from 0, in place of its name.
+    ``id2label``. A row may have the number of one, from 0, in place of its name, unless names are
+    numbers.
     """
     multi_label: Annotated[bool, KEPT] = False
     """Whether a row has any number of labels: a list in ``labels``. Each is then trained for itself
@@ -222,13 +223,14 @@ class Classify(Stage):
         return [int(number in numbers) for number in range(len(self.labels))]
 
     def _number(self, value: object, example: Example) -> int:
-        """The number of a label by its name, or by that number itself."""
+        """The number of a label by its name, or by that number itself where no name is one."""
         if isinstance(value, float) and value.is_integer():  # as pandas writes integers
             value = int(value)
         name = str(value).lower() if isinstance(value, bool) else str(value).strip()
         if name in self.labels:
             return self.labels.index(name)
-        if not isinstance(value, bool) and name.isdecimal() and int(name) < len(self.labels):
+        is_place = name.isdecimal() and int(name) < len(self.labels)
+        if is_place and not any(label.isdecimal() for label in self.labels):
             return int(name)
         raise DataError(
             f"{example.origin}: the label {value!r} is none of stage.classify.labels: "

@@ -52,8 +52,10 @@ def of_several_labels(truth_EK: NDArray[np.bool_], logits_EK: Floats) -> dict[st
 
 
 def confusion(true: str, predicted: str) -> str:
-    """The metric that counts the examples of one class that are predicted as another."""
-    return f"confusion/{true}/{predicted}"
+    """The metric that counts the examples of one class that are predicted as another. A slash
+    stands between the names, so in a name it becomes a division slash."""
+    names = (name.replace("/", "\u2215") for name in (true, predicted))
+    return "/".join(["confusion", *names])
 
 
 def table(metrics: Mapping[str, float], names: Sequence[str]) -> list[list[str]]:
