@@ -22,7 +22,7 @@ from surefoot.methods import LoRA
 from surefoot.model.numerics import seed_everything
 from surefoot.parallel.world import ALONE
 from surefoot.stages import STAGES
-from test_spread_pairs import Prefer
+from test_spread_pairs import Prefer, pairs
 from test_stages import CLOSE as STAGE_CLOSE
 from test_stages import losses
 
@@ -32,6 +32,7 @@ TWO, FOUR = {"dp_shard": 2, "cp": 2}, {"dp_shard": 4, "cp": 4}
 SIZES = {"kind": "starcoder2", "num_hidden_layers": 2, **UNEVEN}
 TRAIN = {"global_batch_size": 8, "micro_batch_size": 4}
 ADAPTER = LoRA(rank=3, alpha=8.0)
+PAIRS = pairs(24, 17, 9, 11)  # share a prompt, which the ends of parts divide anywhere
 
 
 def documents(count=24, longest=40, seed=3):
@@ -41,17 +42,6 @@ def documents(count=24, longest=40, seed=3):
         ids = random.integers(3, 64, random.integers(2, longest)).tolist()
         prompt = len(ids) if index % 9 == 8 else max(1, len(ids) // 3)
         found.append({"input_ids": ids, "labels": [IGNORE_INDEX] * prompt + ids[prompt:]})
-    return found
-
-
-def pairs(count=24):
-    """Pairs that share a prompt, which the ends of parts divide anywhere."""
-    found = []
-    for i in range(count):
-        prompt, chosen, rejected = 2 + 3 * i % 17, 1 + i % 9, 1 + 2 * i % 11
-        ids = [(7 * i + 3 * j) % 61 + 3 for j in range(prompt + chosen + rejected)]
-        labels = [IGNORE_INDEX] * prompt + ids[prompt:]
-        found.append({"input_ids": ids, "labels": labels, "lengths": [prompt, chosen, rejected]})
     return found
 
 
@@ -101,8 +91,8 @@ CASES = {
     "two rows at a time": ({"dp_shard": 4, "cp": 2}, {}),
     "recomputed": (FOUR, {"recompute": True}),
     "recomputed adapter": (TWO, {"recompute": True, "method": ADAPTER}),
-    "pairs": (FOUR, {"stage": Prefer(), "examples": pairs()}),
-    "pairs in a window": (TWO, {"stage": Prefer(), "examples": pairs(), "sliding_window": 6}),
+    "pairs": (FOUR, {"stage": Prefer(), "examples": PAIRS}),
+    "pairs in a window": (TWO, {"stage": Prefer(), "examples": PAIRS, "sliding_window": 6}),
     "one long document": (
         FOUR,
         {"examples": documents(24, 60)[::2], "train": TRAIN | {"micro_batch_size": 1}},

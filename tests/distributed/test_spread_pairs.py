@@ -37,10 +37,12 @@ class Prefer(Stage):
         return Loss(-(F.logsigmoid(sums[:, 0] - sums[:, 1]) * counts).sum(), counts.sum())
 
 
-def pairs(count=10):
+def pairs(count=10, prompts=7, chosen_ones=4, rejected_ones=5):
+    """Pairs of so many different lengths each."""
     found = []
     for i in range(count):
-        prompt, chosen, rejected = 2 + 3 * i % 7, 1 + i % 4, 1 + 2 * i % 5
+        prompt, chosen = 2 + 3 * i % prompts, 1 + i % chosen_ones
+        rejected = 1 + 2 * i % rejected_ones
         ids = [(7 * i + 3 * j) % 61 + 3 for j in range(prompt + chosen + rejected)]
         labels = [IGNORE_INDEX] * prompt + ids[prompt:]
         lengths = [prompt, chosen, rejected]

@@ -98,7 +98,7 @@ def v_head_file(head: TensorSource) -> dict[str, bytes]:
     if len(weight) > 1:
         raise ModelError(
             f"--reward-head v_head: it stores one number, and this head scores {len(weight)} "
-            "classes; leave the option away"
+            "classes; omit the option"
         )
     tensors = {"v_head.summary.weight": weight, "v_head.summary.bias": weight.new_zeros(1)}
     return {f"{_FILE}.safetensors": save(tensors)}
